@@ -79,7 +79,7 @@ class CMakeBuild(build_ext):
         cann = load_cann()
         library = folder / cann.LIBRARY
         try:
-            cann.build(home, ROOT / "csrc" / "npu", library, cmake, os.environ)
+            cann.build_npu_kernels(home, ROOT / "csrc" / "npu", library, cmake, os.environ)
         except cann.CannotBuild as error:
             self.warn(
                 f"{error}\nnpuzero is installed without kernels for the NPU: `npuzero build-npu` compiles them later"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from benchmarks.step.workload import Workload, stepping
-from npuzero.bench import Benchmark, Effort, Record, check_equal, fingerprint, local, run
+from benchmarks.step.workload import GPTWorkload, training_step
+from npuzero.bench import Benchmark, Effort, Record, check_equal, local_contender, machine_fingerprint, run_benchmark
 from npuzero.plan import TO_HOST
 
 GOAL = 1.05
@@ -29,7 +29,7 @@ BASELINE = "device"
 Step = Callable[[], Tensor]
 
 
-class Checkpointed(nn.Module):
+class CheckpointedBlock(nn.Module):
     """A block of which only the input is kept."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nvme", type=Path, help="a folder on NVMe; without it only the host is measured")
     parser.add_argument("--seconds", type=float, default=120.0, help="at the most")
     parser.add_argument("--preset", default="zero2", help="of the plan (zero2)")
-    Workload.add_options(parser)
+    GPTWorkload.add_options(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     npuzero.init("cpu")
-    record = Record.begin("activations", "python -m benchmarks.activations", fingerprint())
-    benchmark = of_memories(Workload.of(options), options.preset, options.nvme)
-    record.results.append(result := run(benchmark, Effort(most_s=options.seconds, visit_s=0.05)))
+    record = Record.begin("activations", "python -m benchmarks.activations", machine_fingerprint())
+    benchmark = activation_benchmark(GPTWorkload.of(options), options.preset, options.nvme)
+    record.results.append(result := run_benchmark(benchmark, Effort(most_s=options.seconds, visit_s=0.05)))
     for name in result.seconds:
         if name != BASELINE:
             print(f"{name}: {result.slowdown(name).median:.3f} of the step with activations on the device; goal {GOAL}")
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record.write(options.out)
 
 
-def of_memories(sizes: Workload, preset: str, nvme: Path | None) -> Benchmark:
+def activation_benchmark(sizes: GPTWorkload, preset: str, nvme: Path | None) -> Benchmark:
     places = [npuzero.Memory.DEVICE, npuzero.Memory.HOST, *([npuzero.Memory.NVME] if nvme else [])]
     settings = npuzero.Settings(nvme_paths=(str(nvme),) if nvme else ())
-    models = {memory.value: sharded(sizes, preset, memory, settings) for memory in places}
+    models = {memory.value: build_sharded_model(sizes, preset, memory, settings) for memory in places}
     tokens = sizes.tokens(0, 0)
     steps = {
-        name: stepping(model, npuzero.AdamW(model.parameters(), **sizes.hyper), tokens)
+        name: training_step(model, npuzero.AdamW(model.parameters(), **sizes.hyper), tokens)
         for name, model in models.items()
     }
     kept = sizes.layers * sizes.batch * sizes.sequence * sizes.dim * sizes.dtype.itemsize
@@ -80,15 +80,19 @@ def of_memories(sizes: Workload, preset: str, nvme: Path | None) -> Benchmark:
             check_equal(f"{name}: bytes moved", torch.tensor(moved), torch.tensor(0 if name == BASELINE else kept))
         return "the losses of three steps, equal to the bit, and the bytes that moved"
 
-    contenders = [local(name, step, nbytes=None if name == BASELINE else 2 * kept) for name, step in steps.items()]
+    contenders = [
+        local_contender(name, step, nbytes=None if name == BASELINE else 2 * kept) for name, step in steps.items()
+    ]
     facts = {"preset": preset, "kept_bytes": kept, **vars(sizes)}
     return Benchmark("activations", "a checkpointed step by where activations rest", contenders, BASELINE, check, facts)
 
 
-def sharded(sizes: Workload, preset: str, memory: npuzero.Memory, settings: npuzero.Settings) -> nn.Module:
+def build_sharded_model(
+    sizes: GPTWorkload, preset: str, memory: npuzero.Memory, settings: npuzero.Settings
+) -> nn.Module:
     model = sizes.model()
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = Checkpointed(block)
+        model.blocks[i] = CheckpointedBlock(block)
     plan = npuzero.Plan.preset(preset, precision=sizes.precision)
     return npuzero.zero(model, plan=replace(plan, activations=npuzero.Placement((), memory)), settings=settings)
 

@@ -21,10 +21,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import npuzero
-from benchmarks.step.workload import HYPER, Workload, loss_of
+from benchmarks.step.workload import HYPER, GPTWorkload, gpt_loss
 from npuzero import checkpoint
-from npuzero.bench import Benchmark, Contender, Effort, Record, check_equal, fingerprint, local, run
-from npuzero.checkpoint.saving import saver_of
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    Record,
+    check_equal,
+    local_contender,
+    machine_fingerprint,
+    run_benchmark,
+)
+from npuzero.checkpoint.saving import get_saver
 from npuzero.shard.find_engine import engine_of
 
 PLAIN, DCP, OURS, BESIDE = "plain file", "torch.distributed.checkpoint", "npuzero", "npuzero, beside training"
@@ -41,10 +50,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed")  # that no process group is there
     npuzero.init("cpu")
-    record = Record.begin("checkpoint", "python -m benchmarks.checkpoint", fingerprint())
+    record = Record.begin("checkpoint", "python -m benchmarks.checkpoint", machine_fingerprint())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for benchmark in Disk(Path(folder), options.dim, options.layers).benchmarks():
-            result = run(benchmark, Effort(most_s=options.seconds, least_rounds=5, visit_s=0.0, warm_up=1))
+        for benchmark in CheckpointDisk(Path(folder), options.dim, options.layers).benchmarks():
+            result = run_benchmark(benchmark, Effort(most_s=options.seconds, least_rounds=5, visit_s=0.0, warm_up=1))
             record.results.append(result)
             for name in result.seconds:
                 print(f"{benchmark.name}, {name}: {result.gb_per_s(name):.2f} GB/s")
@@ -52,17 +61,17 @@ def main() -> None:
         record.write(options.out)
 
 
-class Disk:
+class CheckpointDisk:
     """The same training state by both, and a folder to save it in."""
 
     def __init__(self, folder: Path, dim: int, layers: int) -> None:
-        sizes = Workload(dim=dim, layers=layers, heads=8, sequence=64, batch=1, precision="fp32")
+        sizes = GPTWorkload(dim=dim, layers=layers, heads=8, sequence=64, batch=1, precision="fp32")
         self._folder = folder
         self._model, self._plain = npuzero.zero(sizes.model(), plan="zero3"), sizes.model()
         self._optimizer = npuzero.AdamW(self._model.parameters(), **HYPER)
         self._theirs = torch.optim.AdamW(self._plain.parameters(), **HYPER)
         for model, optimizer in ((self._model, self._optimizer), (self._plain, self._theirs)):
-            loss_of(model, sizes.tokens(0, 0)).backward()
+            gpt_loss(model, sizes.tokens(0, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
         self._nbytes = 3 * sum(parameter.nbytes for parameter in self._plain.parameters())
@@ -73,14 +82,14 @@ class Disk:
         facts = self._parameters
         saving = {PLAIN: self._write_plain, DCP: self._save_theirs, OURS: self._save, BESIDE: self._save_beside}
         loading = {PLAIN: self._read_plain, DCP: self._load_theirs, OURS: self._load}
-        done, cold = saver_of(engine_of(self._model)).finish, self._drop_cache
+        done, cold = get_saver(engine_of(self._model)).finish, self._drop_cache
         return [
             Benchmark("checkpoint/save", "saving", self._contenders(saving, done), DCP, self._check, facts),
             Benchmark("checkpoint/load", "loading", self._contenders(loading, cold), DCP, self._check, facts),
         ]
 
     def _contenders(self, ways: Mapping[str, Callable[[], object]], prepare: Callable[[], object]) -> list[Contender]:
-        return [local(name, way, nbytes=self._nbytes, prepare=prepare) for name, way in ways.items()]
+        return [local_contender(name, way, nbytes=self._nbytes, prepare=prepare) for name, way in ways.items()]
 
     def _check(self) -> str:
         """All files are there, and torch reads from ours what the model has."""

@@ -22,21 +22,21 @@ _CALLED = {
 }
 
 
-def called(contender: str) -> str:
+def contender_label(contender: str) -> str:
     """Return what a reader calls a contender, and could type: a preset, and where it is not bf16 the precision."""
     preset, split, _ = contender.partition("-split")
     return f"{preset}, bf16-split" if split else _CALLED.get(contender, contender)
 
 
-def measured_on(records: Sequence[Record], names: set[str]) -> str:
+def describe_records(records: Sequence[Record], names: set[str]) -> str:
     """Return machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
     held = [record for record in records if any(result.name in names for result in record.results)]
     machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in held)}
     where = "; ".join(f"{cpu}, {cores} cores, {isa}, torch {torch}" for cpu, cores, isa, torch in sorted(machines))
     days = sorted({record.date[:10] for record in held})
-    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(commits(held))}."
+    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(record_commits(held))}."
 
 
-def commits(records: Sequence[Record]) -> list[str]:
+def record_commits(records: Sequence[Record]) -> list[str]:
     """Return the commits that records were taken at, with a + where sources had changed since."""
     return sorted({record.machine["commit"] or "a release" for record in records})

@@ -16,8 +16,17 @@ from pathlib import Path
 
 import torch
 
-from npuzero.bench import Benchmark, Contender, Effort, Record, check_equal, fingerprint, local, run
-from npuzero.bench.disk import SLOTS, stream
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    Record,
+    check_equal,
+    local_contender,
+    machine_fingerprint,
+    run_benchmark,
+)
+from npuzero.bench.disk import SLOTS, stream_store
 from npuzero.memory.file import FileStore
 from npuzero.plan import FAR_CHUNK_BYTES as CHUNK_BYTES
 
@@ -34,9 +43,9 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=32, help=f"of {CHUNK_BYTES >> 20} MiB")
     parser.add_argument("--threads", type=int, default=4)
     options = parser.parse_args()
-    record = Record.begin("disk", "python -m benchmarks.disk", fingerprint())
-    result = run(
-        of_folder(options.folder, options.chunks * CHUNK_BYTES, options.threads),
+    record = Record.begin("disk", "python -m benchmarks.disk", machine_fingerprint())
+    result = run_benchmark(
+        measure_folder(options.folder, options.chunks * CHUNK_BYTES, options.threads),
         Effort(most_s=options.seconds, least_rounds=9, visit_s=0.0, warm_up=1),
     )
     record.results.append(result)
@@ -46,11 +55,11 @@ def main() -> None:
         record.write(options.out)
 
 
-def of_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
+def measure_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
     """Reads and writes of ``nbytes``, there and back."""
     ring = [FileStore.aligned(CHUNK_BYTES) for _ in range(SLOTS)]
     stores = {name: FileStore([folder], nbytes, threads=threads, verify=name == VERIFIED) for name in (PLAIN, VERIFIED)}
-    raw = Raw(folder, nbytes, threads)
+    raw = RawFile(folder, nbytes, threads)
     data = torch.randint(256, (nbytes,), dtype=torch.uint8)
     for first in range(0, nbytes, CHUNK_BYTES):
         ring[0].copy_(data[first : first + CHUNK_BYTES])
@@ -59,7 +68,7 @@ def of_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
 
     def check() -> str:
         for name, store in stores.items():
-            stream(store, ring)
+            stream_store(store, ring)
             for first in range(0, nbytes, CHUNK_BYTES):
                 store.read(first, ring[0]).wait()
                 check_equal(name, ring[0], data[first : first + CHUNK_BYTES])
@@ -67,8 +76,8 @@ def of_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
         return "the bytes that come back, to the bit"
 
     ways: dict[str, Callable[[], object]] = {RAW: raw.run}
-    ways |= {name: lambda store=store: stream(store, ring) for name, store in stores.items()}  # type: ignore[misc]
-    contenders: list[Contender] = [local(name, way, nbytes=2 * nbytes) for name, way in ways.items()]
+    ways |= {name: lambda store=store: stream_store(store, ring) for name, store in stores.items()}  # type: ignore[misc]
+    contenders: list[Contender] = [local_contender(name, way, nbytes=2 * nbytes) for name, way in ways.items()]
     facts = {
         "bytes": nbytes,
         "chunk_bytes": CHUNK_BYTES,
@@ -79,7 +88,7 @@ def of_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
     return Benchmark("disk/stream", "reading and writing back", contenders, RAW, check, facts)
 
 
-class Raw:
+class RawFile:
     """The system's own calls on a file of its own; each thread has its pieces, and a buffer."""
 
     def __init__(self, folder: Path, nbytes: int, threads: int) -> None:

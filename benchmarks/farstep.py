@@ -29,8 +29,19 @@ import torch
 from torch import Tensor
 
 import npuzero
-from benchmarks.step.workload import Workload, loss_of
-from npuzero.bench import Benchmark, Contender, Effort, Record, Result, check_equal, fingerprint, median, run, typed
+from benchmarks.step.workload import GPTWorkload, gpt_loss
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    Record,
+    Result,
+    check_equal,
+    format_command,
+    machine_fingerprint,
+    median,
+    run_benchmark,
+)
 from npuzero.plan import FROM_DISK, TO_DISK
 
 RESIDENT, FAR, EARLY = "resident", "npuzero", "npuzero, early"
@@ -44,10 +55,10 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any], float]] = {
 TRIES = 3
 
 
-class Training:
+class TimedTraining:
     """A model and its optimizer, a step at a time, or the parts of one."""
 
-    def __init__(self, sizes: Workload, name: str, folder: Path) -> None:
+    def __init__(self, sizes: GPTWorkload, name: str, folder: Path) -> None:
         preset, how, _ = CONTENDERS[name]
         settings = npuzero.Settings(nvme_paths=(str(folder),))
         plan = npuzero.Plan.preset(preset, precision=sizes.precision)
@@ -63,7 +74,7 @@ class Training:
         return loss.detach()
 
     def forward(self) -> Tensor:
-        return loss_of(self.model, self.tokens)
+        return gpt_loss(self.model, self.tokens)
 
     def update(self) -> None:
         self._optimizer.step()
@@ -83,10 +94,10 @@ class Training:
         self.quiet()  # so that nobody else pays for it
         return seconds
 
-    def parts(self) -> Parts:
+    def parts(self) -> StepParts:
         """The parts of a step, none beside another."""
         found = [self._timed() for _ in range(TRIES + 1)][1:]
-        return Parts(*(median(values) for values in zip(*found, strict=True)))
+        return StepParts(*(median(values) for values in zip(*found, strict=True)))
 
     def _timed(self) -> tuple[float, float, float]:
         marks = [time.perf_counter()]
@@ -106,7 +117,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds of a step's parts."""
 
     forward_s: float
@@ -120,37 +131,39 @@ class Parts:
 
 WORDS = {"whole": "forward and backward", "forward": "forward"}
 #: What hides an update, of the parts of the resident step.
-HIDING: dict[str, Callable[[Parts], float]] = {
+HIDING: dict[str, Callable[[StepParts], float]] = {
     "whole": lambda parts: parts.whole_s,
     "forward": lambda parts: parts.forward_s,
 }
 
 
-def measure(name: str, trainings: dict[str, Training], sizes: Workload, options: argparse.Namespace) -> Result:
+def measure_offload_steps(
+    name: str, trainings: dict[str, TimedTraining], sizes: GPTWorkload, options: argparse.Namespace
+) -> Result:
     """Find the batch, check, measure."""
-    sizes, parts = batch_for(HIDING[name], trainings, sizes)
+    sizes, parts = find_hiding_batch(HIDING[name], trainings, sizes)
     moved = npuzero.report(trainings[FAR].model).bytes_moved
     nbytes, update_s, own = moved[FROM_DISK] + moved[TO_DISK], parts[FAR].update_s, parts[RESIDENT]
     say = f"{name}: batch {sizes.batch}, forward {own.forward_s:.2f} s, backward {own.backward_s:.2f} s; update alone"
     print(f"{say} {update_s:.2f} s, {nbytes / update_s / 1e9:.2f} GB/s; resident {own.update_s:.2f} s", flush=True)
-    contenders = [Contender(who, partial(told, who, training)) for who, training in trainings.items()]
+    contenders = [Contender(who, partial(visit_training, who, training)) for who, training in trainings.items()]
     facts = {**asdict(sizes), "threads": options.threads, "disk_bytes": nbytes, "hiding": name}
     facts["parts"] = {who: asdict(each) for who, each in parts.items()}
     title = f"step with states on NVMe, {WORDS[name]} as long as the update"
-    benchmark = Benchmark(f"farstep/{name}", title, contenders, RESIDENT, partial(check, trainings), facts)
-    return run(benchmark, Effort(5, options.rounds, options.seconds, visit_s=0.0, warm_up=1))
+    benchmark = Benchmark(f"farstep/{name}", title, contenders, RESIDENT, partial(check_same_losses, trainings), facts)
+    return run_benchmark(benchmark, Effort(5, options.rounds, options.seconds, visit_s=0.0, warm_up=1))
 
 
-def told(who: str, training: Training, count: int) -> float:
+def visit_training(who: str, training: TimedTraining, count: int) -> float:
     """A visit, and a line of it."""
     seconds = training.visit(count)
     print(f"  {who}: {seconds:.3f} s", flush=True)
     return seconds
 
 
-def batch_for(
-    hiding: Callable[[Parts], float], trainings: dict[str, Training], sizes: Workload
-) -> tuple[Workload, dict[str, Parts]]:
+def find_hiding_batch(
+    hiding: Callable[[StepParts], float], trainings: dict[str, TimedTraining], sizes: GPTWorkload
+) -> tuple[GPTWorkload, dict[str, StepParts]]:
     """The first batch found of which what hides takes as long as the update from the disk, and the parts of all."""
     sizes = replace(sizes, batch=1)
     while True:
@@ -163,7 +176,7 @@ def batch_for(
         sizes = replace(sizes, batch=max(sizes.batch + 1, math.ceil(sizes.batch * longer)))
 
 
-def check(trainings: dict[str, Training]) -> str:
+def check_same_losses(trainings: dict[str, TimedTraining]) -> str:
     """That all learn the same; they have taken as many steps."""
     losses = {name: torch.stack([training.step() for _ in range(3)]) for name, training in trainings.items()}
     for name, found in losses.items():
@@ -178,17 +191,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="at the most")
     parser.add_argument("--seconds", type=float, default=150.0, help="of rounds, at the most, for each of both batches")
     parser.add_argument("--threads", type=int, default=1, help="that compute")
-    Workload.add_options(parser)
+    GPTWorkload.add_options(parser)
     parser.set_defaults(dim=768, layers=8, heads=12, sequence=64, precision="fp32")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     npuzero.init("cpu")
-    record = Record.begin("farstep", typed(), fingerprint())
-    sizes = Workload.of(options)
-    trainings = {name: Training(sizes, name, options.folder) for name in CONTENDERS}
-    check(trainings)
+    record = Record.begin("farstep", format_command(), machine_fingerprint())
+    sizes = GPTWorkload.of(options)
+    trainings = {name: TimedTraining(sizes, name, options.folder) for name in CONTENDERS}
+    check_same_losses(trainings)
     for name in HIDING:
-        record.results.append(result := measure(name, trainings, sizes, options))
+        record.results.append(result := measure_offload_steps(name, trainings, sizes, options))
         for who in (name for name in CONTENDERS if name != RESIDENT):
             slow, goal = result.slowdown(who), CONTENDERS[who][2]
             print(f"{name}: {who}: {slow.median:.3f} of the resident step, MAD {slow.mad:.3f}; goal {goal}", flush=True)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import plot, tiers
-from benchmarks.contenders import called, measured_on
-from benchmarks.goals import COMPUTE, FIGURES, GROUPS, IN_PLACE, OWN, Figure, Results
+from benchmarks.contenders import contender_label, describe_records
+from benchmarks.goals import COMPUTE, FIGURES, GROUPS, IN_PLACE, OWN, GoalFigure, Results
 from npuzero.bench import Record, Result
-from npuzero.cli.table import table
+from npuzero.cli.table import format_table
 from npuzero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,17 +28,17 @@ DISK_PICTURE = ROOT / "docs" / "nvme.png"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
-def _time(over: str) -> Callable[[Result, str], str]:
+def _time_formatter(over: str) -> Callable[[Result, str], str]:
     return lambda result, contender: f"{result.slowdown(contender, over).median:.2f}"
 
 
-def _held_mb(result: Result, contender: str) -> float:
+def _format_held_mb(result: Result, contender: str) -> float:
     looked = result.values[contender]
     return (looked["peak_bytes"] - looked["base_bytes"]) / 1e6
 
 
 @dataclass(frozen=True)
-class Headline:
+class HeadlineRow:
     """One row of README's table.
 
     Attributes:
@@ -57,39 +57,43 @@ class Headline:
 
     def line(self, result: Result) -> list[str]:
         """Return the row's cells."""
-        others = [f"{called(name)}: {self.value(result, name)}" for name in self.others if name in result.seconds]
+        others = [
+            f"{contender_label(name)}: {self.value(result, name)}" for name in self.others if name in result.seconds
+        ]
         return [self.what, self.value(result, self.own), "; ".join(others)]
 
 
 _STAGE_3, _STAGE_3_PEERS = "npuzero zero3", ("fsdp2", "deepspeed-3")
 HEADLINES = (
-    Headline(
+    HeadlineRow(
         "a training step of `zero3`, bf16, batch 4 a rank: time over computing alone",
         "peers/bf16-batch4",
         _STAGE_3,
         _STAGE_3_PEERS,
-        _time(COMPUTE),
+        _time_formatter(COMPUTE),
     ),
-    Headline("the same, batch 1 a rank", "peers/bf16-batch1", _STAGE_3, _STAGE_3_PEERS, _time(COMPUTE)),
-    Headline(
+    HeadlineRow("the same, batch 1 a rank", "peers/bf16-batch1", _STAGE_3, _STAGE_3_PEERS, _time_formatter(COMPUTE)),
+    HeadlineRow(
         "memory of that step, batch 4: MB a rank",
         "peers/bf16-batch4",
         _STAGE_3,
         _STAGE_3_PEERS,
-        lambda result, contender: f"{_held_mb(result, contender):.0f}",
+        lambda result, contender: f"{_format_held_mb(result, contender):.0f}",
     ),
-    Headline("AdamW on bf16 parameters: time over npuzero's", "mixed_step", OWN, ("torch passes",), _time(OWN)),
-    Headline(
+    HeadlineRow(
+        "AdamW on bf16 parameters: time over npuzero's", "mixed_step", OWN, ("torch passes",), _time_formatter(OWN)
+    ),
+    HeadlineRow(
         "reduce_scatter of 64 MiB: time over npuzero's",
         "reduce_scatter/fp32/65536/2",
         IN_PLACE,
         ("gloo",),
-        _time(IN_PLACE),
+        _time_formatter(IN_PLACE),
     ),
 )
 
 
-def read(folder: Path) -> tuple[list[Record], dict[str, Result]]:
+def read_records(folder: Path) -> tuple[list[Record], dict[str, Result]]:
     """The records in a folder, and all their results by name.
 
     Raises:
@@ -108,25 +112,28 @@ def read(folder: Path) -> tuple[list[Record], dict[str, Result]]:
     return records, results
 
 
-def shown(figure: Figure, values: Sequence[float]) -> str:
+def format_range(figure: GoalFigure, values: Sequence[float]) -> str:
     """The values' range, and whether their worst reaches the goal."""
     ends = dict.fromkeys(f"{round(value, 2) + 0.0:.2f}" for value in (min(values), max(values)))
     return f"{'–'.join(ends)} {'✓' if figure.meets(values) else '✗'}"
 
 
-def rows(results: Results) -> dict[str, list[list[str]]]:
+def figure_groups(results: Results) -> dict[str, list[list[str]]]:
     """By group: name, against, measured, goal."""
     found: dict[str, list[list[str]]] = {group: [] for group in GROUPS}
     for figure in FIGURES:
         if values := figure.measured(results):
             goal = f"{'≤' if figure.at_most else '≥'} {figure.goal:g}"
-            found[figure.group].append([figure.name, figure.against, shown(figure, values), goal])
+            found[figure.group].append([figure.name, figure.against, format_range(figure, values), goal])
     return {group: lines for group, lines in found.items() if lines}
 
 
-def text(results: Results) -> str:
+def format_figures(results: Results) -> str:
     """For a terminal."""
-    blocks = [table([GROUPS[group], "against", "measured", "goal"], lines) for group, lines in rows(results).items()]
+    blocks = [
+        format_table([GROUPS[group], "against", "measured", "goal"], lines)
+        for group, lines in figure_groups(results).items()
+    ]
     return "\n\n".join(blocks) or "no figures among these records"
 
 
@@ -135,21 +142,21 @@ def headlines(records: Sequence[Record], results: Results) -> str:
     lines = [headline.line(results[headline.benchmark]) for headline in HEADLINES if headline.benchmark in results]
     names = {headline.benchmark for headline in HEADLINES}
     picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
-    tabled = tabular(["2 CPU ranks", "npuzero", "others"], lines)
-    return "\n\n".join([tabled, measured_on(records, names), picture])
+    tabled = markdown_table(["2 CPU ranks", "npuzero", "others"], lines)
+    return "\n\n".join([tabled, describe_records(records, names), picture])
 
 
 def markdown(records: Sequence[Record], results: Results) -> str:
     """Return what docs/benchmarks.md has: a table a group, each with what it was measured on."""
     blocks = []
-    for group, lines in rows(results).items():
-        blocks.append(tabular([GROUPS[group], "against", "measured", "goal"], lines))
-        blocks.append(measured_on(records, names_of(group)))
+    for group, lines in figure_groups(results).items():
+        blocks.append(markdown_table([GROUPS[group], "against", "measured", "goal"], lines))
+        blocks.append(describe_records(records, names_of(group)))
         if group == "disk" and any(name.startswith("nvme/") for name in results):
             blocks.append(f"![Updates and memory with states on a disk, drawn]({DISK_PICTURE.name})")
     for name, result in sorted(results.items()):
         if name.startswith("peers/"):
-            blocks += [beside(result), measured_on(records, {name})]
+            blocks += [format_peers(result), describe_records(records, {name})]
     return "\n\n".join(blocks)
 
 
@@ -158,21 +165,21 @@ def names_of(group: str) -> set[str]:
     return {name for figure in FIGURES if figure.group == group for name in figure.benchmarks}
 
 
-def beside(result: Result) -> str:
+def format_peers(result: Result) -> str:
     """Return a comparison with the peers as a table, the fastest first."""
     lines = [
-        [called(name), f"{result.slowdown(name).median:.2f}", f"{_held_mb(result, name):.0f}"]
+        [contender_label(name), f"{result.slowdown(name).median:.2f}", f"{_format_held_mb(result, name):.0f}"]
         for name in sorted(result.seconds, key=lambda name: result.slowdown(name).median)
     ]
-    return tabular([result.title, f"time over {COMPUTE}", "memory, MB a rank"], lines)
+    return markdown_table([result.title, f"time over {COMPUTE}", "memory, MB a rank"], lines)
 
 
-def tabular(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table in markdown."""
     return "\n".join(f"| {' | '.join(line)} |" if line else "|---" * len(header) + "|" for line in (header, [], *lines))
 
 
-def put(document: str, block: str) -> str:
+def replace_block(document: str, block: str) -> str:
     """``document`` with ``block`` between its markers."""
     before, _, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -186,20 +193,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="with records")
     parser.add_argument("--readme", action="store_true", help="write them into README.md and docs/")
     options = parser.parse_args(arguments)
-    records, results = read(options.folder)
+    records, results = read_records(options.folder)
     if options.readme and any(record.quick for record in records):
         raise SystemExit("figures: README takes none of a quick run; measure without --quick")
-    plot.plot(
-        results, PICTURE if options.readme else options.folder / "figures.png", measured_on(records, set(results))
+    plot.plot_figures(
+        results, PICTURE if options.readme else options.folder / "figures.png", describe_records(records, set(results))
     )
     far = {name: result for name, result in results.items() if name.startswith("nvme/") or name == "highwater"}
     if far:
         picture = DISK_PICTURE if options.readme else options.folder / DISK_PICTURE.name
-        tiers.plot(far, picture, measured_on(records, set(far)))
+        tiers.plot_tiers(far, picture, describe_records(records, set(far)))
     if options.readme:
         for document, block in ((README, headlines(records, results)), (PAGE, markdown(records, results))):
-            document.write_text(put(document.read_text("utf-8"), block), "utf-8")
-    print(text(results) + "\n(a quick run: these mean nothing)" * any(record.quick for record in records))
+            document.write_text(replace_block(document.read_text("utf-8"), block), "utf-8")
+    print(format_figures(results) + "\n(a quick run: these mean nothing)" * any(record.quick for record in records))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
 
 
 @dataclass(frozen=True)
-class Figure:
+class GoalFigure:
     """One row of the table.
 
     Attributes:
@@ -58,31 +58,31 @@ class Figure:
         return worst <= self.goal if self.at_most else worst >= self.goal
 
 
-def _faster(contender: str, against: str | None = None) -> Callable[[Result], list[float]]:
+def _speedup_value(contender: str, against: str | None = None) -> Callable[[Result], list[float]]:
     needed = {contender, against or contender}
     return lambda result: [result.speedup(contender, against).median] if needed <= result.seconds.keys() else []
 
 
-def _share(probe: str) -> Callable[[Result], list[float]]:
+def _share_value(probe: str) -> Callable[[Result], list[float]]:
     return lambda result: [result.share(OWN, probe).median]
 
 
-def _longer(*presets: str, baseline: str = COMPUTE) -> Callable[[Result], list[float]]:
+def _slowdown_value(*presets: str, baseline: str = COMPUTE) -> Callable[[Result], list[float]]:
     names = [f"npuzero {preset}" for preset in presets]
     return lambda result: [result.slowdown(name, baseline).median for name in names if name in result.seconds]
 
 
-def _beyond_plan(*presets: str) -> Callable[[Result], list[float]]:
+def _beyond_plan_value(*presets: str) -> Callable[[Result], list[float]]:
     names = [f"npuzero {preset}" for preset in presets]
     return lambda result: [result.values[name]["beyond_plan"] for name in names if name in result.values]
 
 
-def _host(result: Result) -> list[float]:
+def _host_overhead(result: Result) -> list[float]:
     allowed_s = 1e-3 + 50e-6 * int(result.parameters["units"])
     return [values["more_s"] / allowed_s for name, values in result.values.items() if name != result.baseline]
 
 
-def costs(result: Result) -> dict[str, float]:
+def added_seconds(result: Result) -> dict[str, float]:
     """Return what contenders add to the seconds of the baseline, which computes and updates nothing."""
     base = result.seconds[result.baseline]
     return {
@@ -92,12 +92,12 @@ def costs(result: Result) -> dict[str, float]:
     }
 
 
-def exact(result: Result) -> str:
+def find_exact_contender(result: Result) -> str:
     """Return the contender with the fewest bytes of float32 masters and moments: split masters, where there are any."""
     return "npuzero-split" if result.parameters["precision"] == "bf16" else "npuzero"
 
 
-def _on_disk(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[Figure]:
+def _disk_figures(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[GoalFigure]:
     """Two rows beside the quickest of ``others``: what states add to a step, and updates to the end of their writes.
 
     Args:
@@ -105,47 +105,47 @@ def _on_disk(storage: str, against: str, goal: float, precisions: Sequence[str],
     """
 
     def added(result: Result) -> list[float]:
-        found = costs(result)
-        own = f"npuzero{storage}" if storage else exact(result)
+        found = added_seconds(result)
+        own = f"npuzero{storage}" if storage else find_exact_contender(result)
         there = [found[name] / found[own] for name in others if name in found and own in found]
         return [min(there)] if there else []
 
     def alone(result: Result) -> list[float]:
-        own = f"npuzero{storage}-blocking" if storage else f"{exact(result)}-blocking"
+        own = f"npuzero{storage}-blocking" if storage else f"{find_exact_contender(result)}-blocking"
         there = [name for name in others if name in result.seconds and own in result.seconds]
         return [min(result.speedup(own, name).median for name in there)] if there else []
 
     kind = "bf16-8bit states" if storage else "float32 states"
     rows = {"step": (f"what {kind} add to a step", added), "update": (f"an update alone of {kind}", alone)}
     return [
-        Figure("disk", name, against, goal, tuple(f"nvme/{what}-{each}-1" for each in precisions), values)
+        GoalFigure("disk", name, against, goal, tuple(f"nvme/{what}-{each}-1" for each in precisions), values)
         for what, (name, values) in rows.items()
     ]
 
 
-def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -> Figure:
+def _offload_figure(name: str, against: str, goal: float, benchmark: str, contender: str) -> GoalFigure:
     """A row of steps that keep something off the device."""
 
     def values(result: Result) -> list[float]:
         return [result.slowdown(contender).median] if contender in result.seconds else []
 
-    return Figure("far", name, against, goal, (benchmark,), values, at_most=True)
+    return GoalFigure("far", name, against, goal, (benchmark,), values, at_most=True)
 
 
-def _less(group: str, name: str, against: str, goal: float, names: Sequence[str], value: Value) -> Figure:
+def _at_most_figure(group: str, name: str, against: str, goal: float, names: Sequence[str], value: Value) -> GoalFigure:
     """A row whose ``goal`` is the most that a value may be."""
-    return Figure(group, name, against, goal, tuple(names), lambda result: [value(result)], at_most=True)
+    return GoalFigure(group, name, against, goal, tuple(names), lambda result: [value(result)], at_most=True)
 
 
-def _pair(name: str, mode: str) -> Figure:
+def _host_pair_figure(name: str, mode: str) -> GoalFigure:
     def value(result: Result) -> float:
         return float(result.values[mode]["pair_s"]) / 15e-6
 
     name = f"host's work of {name}, forward and backward"
-    return _less("axes", name, "15 µs a pair", 1.0, [f"host_axes/{mode}"], value)
+    return _at_most_figure("axes", name, "15 µs a pair", 1.0, [f"host_axes/{mode}"], value)
 
 
-def _beside_torch(group: str, suite: str, name: str, against: str, goal: float) -> list[Figure]:
+def _torch_comparison_figures(group: str, suite: str, name: str, against: str, goal: float) -> list[GoalFigure]:
     """Rows of a step that ranks share, its time and its memory, beside torch's over gloo and over our backend."""
     names = [f"{suite}/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16")]
     rows = []
@@ -157,29 +157,29 @@ def _beside_torch(group: str, suite: str, name: str, against: str, goal: float) 
         def held(result: Result, other: str = other) -> float:
             return float(result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"])
 
-        rows.append(_less(group, name, f"{against}, {backend}", goal, names, slow))
-        rows.append(_less(group, "memory of that step", f"{against}, {backend}", 1.0, names, held))
+        rows.append(_at_most_figure(group, name, f"{against}, {backend}", goal, names, slow))
+        rows.append(_at_most_figure(group, "memory of that step", f"{against}, {backend}", 1.0, names, held))
     return rows
 
 
-def _beyond_bubble(result: Result) -> float:
+def _beyond_bubble_value(result: Result) -> float:
     return result.slowdown(OWN, COMPUTE).median / (1 + float(result.parameters["bubble"]))
 
 
-def _zero_bubble(result: Result) -> float:
+def _zero_bubble_value(result: Result) -> float:
     return result.slowdown(BUBBLE, "torch").median
 
 
 _PIPES = ("pipeline/fp32-2", "pipeline/bf16-2")
 
 
-def _over_a_wire(against: str, goal: float) -> Figure:
+def _wire_figure(against: str, goal: float) -> GoalFigure:
     own, other = (f"npuzero {preset}" for preset in ("thin", against))
     names = tuple(f"wires/{links}/bf16/1" for links in ("namespaces", "shared"))
-    return Figure("wires", "a step of thin, bf16", against, goal, names, _faster(own, other))
+    return GoalFigure("wires", "a step of thin, bf16", against, goal, names, _speedup_value(own, other))
 
 
-def _planned(batch: int) -> Figure:
+def _planner_figure(batch: int) -> GoalFigure:
     """A row of how far the planner's seconds are from those measured, as a part of these."""
 
     def apart(result: Result) -> list[float]:
@@ -187,93 +187,97 @@ def _planned(batch: int) -> Figure:
         return [abs(planned_s / median(result.seconds[name]) - 1) for name, planned_s in planned.items()]
 
     name = f"seconds of a step, batch {batch}, stages 0, 2 and 3"
-    return Figure("planner", name, "as planned", 0.1, (f"planned/bf16-batch{batch}",), apart, at_most=True)
+    return GoalFigure("planner", name, "as planned", 0.1, (f"planned/bf16-batch{batch}",), apart, at_most=True)
 
 
-def _op(
+def _op_figure(
     name: str, against: str, goal: float, benchmark: str, contender: str = OWN, baseline: str | None = None
-) -> Figure:
-    return Figure("ops", name, against, goal, (benchmark,), _faster(contender, baseline))
+) -> GoalFigure:
+    return GoalFigure("ops", name, against, goal, (benchmark,), _speedup_value(contender, baseline))
 
 
-def _share_of(name: str, probe: str, benchmark: str, group: str = "share") -> Figure:
-    return Figure(group, name, f"{probe} bandwidth", 0.9, (benchmark,), _share(probe))
+def _share_figure(name: str, probe: str, benchmark: str, group: str = "share") -> GoalFigure:
+    return GoalFigure(group, name, f"{probe} bandwidth", 0.9, (benchmark,), _share_value(probe))
 
 
-def _collective(verb: str, ranks: int, goal: float, contender: str) -> Figure:
+def _collective_figure(verb: str, ranks: int, goal: float, contender: str) -> GoalFigure:
     benchmarks = tuple(f"{verb}/fp32/{kib}/{ranks}" for kib in _LARGE_KIB)
     name = f"{verb}, {ranks} ranks{_HOW[contender]}"
-    return Figure("comm", name, "gloo", goal, benchmarks, _faster(contender))
+    return GoalFigure("comm", name, "gloo", goal, benchmarks, _speedup_value(contender))
 
 
-def _all_reduce_beside_deepspeed(contender: str) -> Figure:
+def _deepspeed_all_reduce_figure(contender: str) -> GoalFigure:
     benchmarks = tuple(f"deepspeed/all_reduce/fp32/{kib}/2" for kib in _LARGE_KIB)
     name = f"all_reduce beside DeepSpeed's, 2 ranks{_HOW[contender]}"
-    return Figure("comm", name, _DEEPSPEED_SHM, 2.5, benchmarks, _faster(contender, _DEEPSPEED_SHM))
+    return GoalFigure("comm", name, _DEEPSPEED_SHM, 2.5, benchmarks, _speedup_value(contender, _DEEPSPEED_SHM))
 
 
-def _update(dtype: str, contender: str) -> Figure:
+def _update_figure(dtype: str, contender: str) -> GoalFigure:
     name = f"gradients to new parameters, {dtype}, 2 ranks{_HOW[contender]}"
-    return Figure("comm", name, "gloo + torch fused", 9.0, (f"update/{dtype}/65536/2",), _faster(contender))
+    return GoalFigure("comm", name, "gloo + torch fused", 9.0, (f"update/{dtype}/65536/2",), _speedup_value(contender))
 
 
-def _step(name: str, benchmark: str, goal: float, presets: tuple[str, ...], baseline: str = COMPUTE) -> Figure:
-    values = _longer(*presets, baseline=baseline)
-    return Figure("step", name, baseline, goal, (benchmark,), values, at_most=True, presets=presets)
+def _step_figure(
+    name: str, benchmark: str, goal: float, presets: tuple[str, ...], baseline: str = COMPUTE
+) -> GoalFigure:
+    values = _slowdown_value(*presets, baseline=baseline)
+    return GoalFigure("step", name, baseline, goal, (benchmark,), values, at_most=True, presets=presets)
 
 
 FIGURES = (
-    _op("AdamW fp32, one flat tensor", "torch fused", 1.0, "flat_adam/flat"),
-    _op("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
-    _op("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
-    _op("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
-    _op("the mixed step beside DeepSpeed's", _DEEPSPEED_ADAM, 2.0, "deepspeed/mixed_step", baseline=_DEEPSPEED_ADAM),
-    _op("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
-    _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
-    _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
-    _share_of("pack", "copy", "pack"),
-    _share_of("norm", "copy", "norm"),
-    _share_of("quantize fp32 to int8", "copy", "quantize/fp32/int8", "codes"),
-    _share_of("quantize bf16 to int4", "copy", "quantize/bf16/int4", "codes"),
-    _share_of("dequantize_sum, int8 to bf16", "copy", "dequantize_sum/int8/1/bf16", "codes"),
-    _share_of("dequantize_sum, 2 rows of int4 to fp32", "copy", "dequantize_sum/int4/2/fp32", "codes"),
-    _share_of("dequantize_sum, 4 rows of int4 to fp32", "copy", "dequantize_sum/int4/4/fp32", "codes"),
+    _op_figure("AdamW fp32, one flat tensor", "torch fused", 1.0, "flat_adam/flat"),
+    _op_figure("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
+    _op_figure("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
+    _op_figure("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
+    _op_figure(
+        "the mixed step beside DeepSpeed's", _DEEPSPEED_ADAM, 2.0, "deepspeed/mixed_step", baseline=_DEEPSPEED_ADAM
+    ),
+    _op_figure("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
+    _op_figure("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
+    _share_figure("AdamW, one flat tensor", "in place", "flat_adam/flat"),
+    _share_figure("pack", "copy", "pack"),
+    _share_figure("norm", "copy", "norm"),
+    _share_figure("quantize fp32 to int8", "copy", "quantize/fp32/int8", "codes"),
+    _share_figure("quantize bf16 to int4", "copy", "quantize/bf16/int4", "codes"),
+    _share_figure("dequantize_sum, int8 to bf16", "copy", "dequantize_sum/int8/1/bf16", "codes"),
+    _share_figure("dequantize_sum, 2 rows of int4 to fp32", "copy", "dequantize_sum/int4/2/fp32", "codes"),
+    _share_figure("dequantize_sum, 4 rows of int4 to fp32", "copy", "dequantize_sum/int4/4/fp32", "codes"),
     *(
-        _collective(verb, ranks, goal, contender)
+        _collective_figure(verb, ranks, goal, contender)
         for ranks, goals in {2: (15.0, 10.0, 8.0, 3.0), 4: (10.0, 7.0, 6.0, 2.5)}.items()
         for verb, goal in zip(("reduce_scatter", "all_gather", "all_reduce", "all_to_all"), goals, strict=True)
         for contender in (OWN, IN_PLACE)
     ),
-    *(_all_reduce_beside_deepspeed(contender) for contender in (OWN, IN_PLACE)),
-    *(_update(dtype, contender) for dtype in ("fp32", "bf16") for contender in (OWN, IN_PLACE)),
-    _step("bf16, batch 4, stages 0–2", "step/bf16-batch4", 1.04, _CUT_LESS),
-    _step("bf16, batch 4, stage 3", "step/bf16-batch4", 1.06, _CUT_MORE),
-    _step("bf16, batch 1, stages 0–2", "step/bf16-batch1", 1.12, _CUT_LESS),
-    _step("bf16, batch 1, stage 3", "step/bf16-batch1", 1.2, _CUT_MORE),
-    _step("fp32, batch 4, all stages", "step/fp32-batch4", 1.02, (*_CUT_LESS, *_CUT_MORE), "independent ranks"),
-    Figure(
+    *(_deepspeed_all_reduce_figure(contender) for contender in (OWN, IN_PLACE)),
+    *(_update_figure(dtype, contender) for dtype in ("fp32", "bf16") for contender in (OWN, IN_PLACE)),
+    _step_figure("bf16, batch 4, stages 0–2", "step/bf16-batch4", 1.04, _CUT_LESS),
+    _step_figure("bf16, batch 4, stage 3", "step/bf16-batch4", 1.06, _CUT_MORE),
+    _step_figure("bf16, batch 1, stages 0–2", "step/bf16-batch1", 1.12, _CUT_LESS),
+    _step_figure("bf16, batch 1, stage 3", "step/bf16-batch1", 1.2, _CUT_MORE),
+    _step_figure("fp32, batch 4, all stages", "step/fp32-batch4", 1.02, (*_CUT_LESS, *_CUT_MORE), "independent ranks"),
+    GoalFigure(
         "step",
         "memory of that step beyond the plan",
         "the plan",
         0.05,
         ("step/fp32-batch4",),
-        _beyond_plan(*_CUT_LESS, *_CUT_MORE),
+        _beyond_plan_value(*_CUT_LESS, *_CUT_MORE),
         at_most=True,
     ),
-    Figure(
+    GoalFigure(
         "step",
         "host's work beyond plain torch's, world of one, 9 and 33 units",
         "1 ms + 50 µs a unit",
         1.0,
         ("host/8", "host/32"),
-        _host,
+        _host_overhead,
         at_most=True,
     ),
-    *_on_disk("", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "deepspeed"),
-    *_on_disk("-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "deepspeed"),
-    *_on_disk("", "torch fused, memory-mapped", 3.0, ("bf16", "fp32"), "mapped", "mapped-dropped"),
-    Figure("disk", "chunks that stream", "raw reads and writes", 0.85, ("disk/stream",), _share("raw")),
-    Figure(
+    *_disk_figures("", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "deepspeed"),
+    *_disk_figures("-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "deepspeed"),
+    *_disk_figures("", "torch fused, memory-mapped", 3.0, ("bf16", "fp32"), "mapped", "mapped-dropped"),
+    GoalFigure("disk", "chunks that stream", "raw reads and writes", 0.85, ("disk/stream",), _share_value("raw")),
+    GoalFigure(
         "disk",
         "the same without checksums",
         "raw reads and writes",
@@ -281,12 +285,12 @@ FIGURES = (
         ("disk/stream",),
         lambda result: [result.share(_UNVERIFIED, "raw").median],
     ),
-    _far("states on NVMe, forward as long as the update", "resident", 1.1, "farstep/forward", OWN),
-    _far("states on NVMe, forward and backward as long", "resident", 1.1, "farstep/whole", OWN),
-    _far("the same, `AdamW(early=True)`", "resident", 1.05, "farstep/whole", _EARLY),
-    _far("checkpointed activations on the host", "on the device", 1.05, "activations", "host"),
-    _far("checkpointed activations on NVMe", "on the device", 1.05, "activations", "nvme"),
-    Figure(
+    _offload_figure("states on NVMe, forward as long as the update", "resident", 1.1, "farstep/forward", OWN),
+    _offload_figure("states on NVMe, forward and backward as long", "resident", 1.1, "farstep/whole", OWN),
+    _offload_figure("the same, `AdamW(early=True)`", "resident", 1.05, "farstep/whole", _EARLY),
+    _offload_figure("checkpointed activations on the host", "on the device", 1.05, "activations", "host"),
+    _offload_figure("checkpointed activations on NVMe", "on the device", 1.05, "activations", "nvme"),
+    GoalFigure(
         "far",
         "memory of a process beyond its imports and the plan, states on NVMe",
         "imports and plan",
@@ -295,16 +299,18 @@ FIGURES = (
         lambda result: [result.values[OWN]["beyond_plan"]],
         at_most=True,
     ),
-    _pair("copy before and total behind cut Linears", "mtp"),
-    _pair("gather before and scatter behind them", "msp"),
-    *_beside_torch("axes", "tensor", "a step over 2 tensor ranks", "parallelize_module and FSDP2", 0.8),
-    _less("axes", _SHARED, _OF_EACH, 1.1, ["sequence"], lambda result: result.slowdown("isp").median),
-    *_beside_torch("pipe", "pipeline", "a step over 2 stages, 8 micro-batches", "pipelining and FSDP2", 0.85),
-    _less("pipe", "that step by zero-bubble", "the same, by 1F1B, gloo", 0.85, _PIPES, _zero_bubble),
-    _less("pipe", "that step", f"{COMPUTE} × (1 + bubble)", 1.05, _PIPES, _beyond_bubble),
-    _over_a_wire("hpz", 2.0),
-    _over_a_wire("zero3", 4.0),
-    *(_planned(batch) for batch in (1, 4)),
+    _host_pair_figure("copy before and total behind cut Linears", "mtp"),
+    _host_pair_figure("gather before and scatter behind them", "msp"),
+    *_torch_comparison_figures("axes", "tensor", "a step over 2 tensor ranks", "parallelize_module and FSDP2", 0.8),
+    _at_most_figure("axes", _SHARED, _OF_EACH, 1.1, ["sequence"], lambda result: result.slowdown("isp").median),
+    *_torch_comparison_figures(
+        "pipe", "pipeline", "a step over 2 stages, 8 micro-batches", "pipelining and FSDP2", 0.85
+    ),
+    _at_most_figure("pipe", "that step by zero-bubble", "the same, by 1F1B, gloo", 0.85, _PIPES, _zero_bubble_value),
+    _at_most_figure("pipe", "that step", f"{COMPUTE} × (1 + bubble)", 1.05, _PIPES, _beyond_bubble_value),
+    _wire_figure("hpz", 2.0),
+    _wire_figure("zero3", 4.0),
+    *(_planner_figure(batch) for batch in (1, 4)),
 )
 
 GROUPS = {

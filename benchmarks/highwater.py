@@ -33,9 +33,9 @@ import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is 
 
 import npuzero
 from benchmarks.step import memory
-from benchmarks.step.workload import MAX_NORM, Workload, loss_of
-from npuzero.bench import Record, Result, Team, fingerprint, python_worker, typed
-from npuzero.bench.group import group
+from benchmarks.step.workload import MAX_NORM, GPTWorkload, gpt_loss
+from npuzero.bench import Record, Result, Team, format_command, machine_fingerprint, python_worker
+from npuzero.bench.group import open_control_group
 from npuzero.errors import BenchmarkError
 from npuzero.plan import FAR_CHUNK_BYTES
 
@@ -51,27 +51,27 @@ PAGE = 4096
 FIRST, A_LINE = 10, 10
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+def make(rank: int, size: int, options: dict[str, Any]) -> HighWaterRank:
     """What npuzero.bench's worker asks for."""
-    return Rank(options)
+    return HighWaterRank(options)
 
 
-class Rank:
+class HighWaterRank:
     """Train, and look at this process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._sizes, self._plan = Workload(**options["workload"]), npuzero.Plan.preset(**options["plan"])
+        self._sizes, self._plan = GPTWorkload(**options["workload"]), npuzero.Plan.preset(**options["plan"])
         self._folder = options["folder"]
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         npuzero.init("cpu")
         self._taken = 0
         tiny = replace(self._sizes, dim=64, layers=1, heads=1)
-        loss_of(tiny.model().to(tiny.dtype), tiny.tokens(0, 0)).backward()  # makes threads, and what kernels keep
+        gpt_loss(tiny.model().to(tiny.dtype), tiny.tokens(0, 0)).backward()  # makes threads, and what kernels keep
 
     def base(self) -> int:
         """Begin the high water anew; what is held before there is a model."""
-        memory.reset(torch.device("cpu"))
-        return memory.now_bytes(torch.device("cpu"))
+        memory.reset_peak_bytes(torch.device("cpu"))
+        return memory.current_resident_bytes(torch.device("cpu"))
 
     def start(self) -> dict[str, int]:
         """Make the model, its parameters unit by unit; bytes of states, of memory for them, and of the plan."""
@@ -103,16 +103,16 @@ class Rank:
 
     def peak(self) -> int:
         """The most that was held since :meth:`base`."""
-        return memory.peak_bytes(torch.device("cpu"))
+        return memory.peak_resident_bytes(torch.device("cpu"))
 
     def _step(self, give_back: bool) -> tuple[float, int]:
         begin_s = time.perf_counter()
-        loss = loss_of(self._model, self._sizes.tokens(0, self._taken))
+        loss = gpt_loss(self._model, self._sizes.tokens(0, self._taken))
         loss.backward()
         npuzero.clip_grad_norm_(self._model, MAX_NORM)
         if give_back:
             ctypes.CDLL(None).malloc_trim(0)
-        held = memory.now_bytes(torch.device("cpu"))
+        held = memory.current_resident_bytes(torch.device("cpu"))
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._taken += 1
@@ -121,7 +121,7 @@ class Rank:
         return time.perf_counter() - begin_s, held
 
 
-def growth(held: Sequence[float]) -> float:
+def growth_per_step(held: Sequence[float]) -> float:
     """Bytes a step by which that rises, from the first half to the second, which steps hold when malloc keeps nothing.
 
     held: of every step, in order; the last of each A_LINE is such a one.
@@ -131,12 +131,12 @@ def growth(held: Sequence[float]) -> float:
     return (median(bare[-half:]) - median(bare[:half])) / ((len(bare) - half) * A_LINE)
 
 
-def measure(options: argparse.Namespace) -> Result:
+def measure_high_water(options: argparse.Namespace) -> Result:
     """Train in a process under a cap."""
-    sizes, plan = Workload.of(options), {"name": options.plan, "precision": options.precision}
+    sizes, plan = GPTWorkload.of(options), {"name": options.plan, "precision": options.precision}
     told = {"workload": asdict(sizes), "plan": plan, "folder": str(options.folder)}
     with ExitStack() as stack:
-        capped = stack.enter_context(group())
+        capped = stack.enter_context(open_control_group())
         command = python_worker(__spec__.name if __spec__ else __name__)
         command = command if capped is None else capped.command(command)
         team = stack.enter_context(Team(OWN, command, 1, options=told, threads=options.threads, timeout_s=400.0))
@@ -145,14 +145,17 @@ def measure(options: argparse.Namespace) -> Result:
         (facts,) = team.ask("start")
         allowed = base + facts["plan_bytes"]
         cap = int((1 + BEYOND) * (counted + facts["plan_bytes"]))
-        say = f"states of {mb(facts['states_bytes'])}, memory for them {mb(facts['states_room_bytes'])}; the process:"
-        print(f"{say} {mb(base)} + plan {mb(facts['plan_bytes'])}, cap {mb(cap)}", flush=True)
+        say = (
+            f"states of {format_mb(facts['states_bytes'])}, memory for them "
+            f"{format_mb(facts['states_room_bytes'])}; the process:"
+        )
+        print(f"{say} {format_mb(base)} + plan {format_mb(facts['plan_bytes'])}, cap {format_mb(cap)}", flush=True)
         if capped is not None:
             capped.limit(cap)
         seen: list[tuple[float, int]] = []
         while len(seen) < FIRST + options.steps:
             seen += team.ask("train", steps=min(A_LINE, FIRST + options.steps - len(seen)))[0]
-            print(f"step {len(seen)}: {seen[-1][0]:.2f} s, {mb(seen[-1][1])} held", flush=True)
+            print(f"step {len(seen)}: {seen[-1][0]:.2f} s, {format_mb(seen[-1][1])} held", flush=True)
         (peak,) = team.ask("peak")
     seconds, held = (list(column) for column in zip(*seen[FIRST:], strict=True))
     values = {
@@ -162,7 +165,7 @@ def measure(options: argparse.Namespace) -> Result:
         "cap_bytes": cap,
         "by_kernel": capped is not None,
         "beyond_plan": peak / allowed - 1,
-        "growth_bytes": growth(held),
+        "growth_bytes": growth_per_step(held),
         "held_bytes": held,
     }
     checked = f"losses are finite in {len(seen)} steps"
@@ -171,11 +174,11 @@ def measure(options: argparse.Namespace) -> Result:
     return Result(NAME, title, OWN, checked, parameters, "rounds", {OWN: seconds}, {OWN: 1}, {OWN: None}, {OWN: values})
 
 
-def mb(nbytes: float) -> str:
+def format_mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.0f} MB"
 
 
-def check(result: Result) -> None:
+def report_goals(result: Result) -> None:
     """Tell how the goals are met.
 
     Raises:
@@ -184,7 +187,7 @@ def check(result: Result) -> None:
     values = result.values[OWN]
     beyond, grows = values["beyond_plan"], values["growth_bytes"]
     held = "the kernel's" if values["by_kernel"] else "nobody's: no control group could be made"
-    print(f"at the most {mb(values['peak_bytes'])}; cap {mb(values['cap_bytes'])}, {held}")
+    print(f"at the most {format_mb(values['peak_bytes'])}; cap {format_mb(values['cap_bytes'])}, {held}")
     print(f"beyond base and plan: {beyond:+.3f}, goal {BEYOND}; growth {grows:+.0f} bytes a step, goal {PAGE}")
     if beyond > BEYOND or grows > PAGE:
         raise BenchmarkError(
@@ -202,16 +205,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", default="infinity-states", help="a preset with states on NVMe (infinity-states)")
     parser.add_argument("--steps", type=int, default=200, help=f"after the first {FIRST}; {2 * A_LINE} at least")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the process")
-    Workload.add_options(parser)
+    GPTWorkload.add_options(parser)
     parser.set_defaults(dim=384, layers=80, heads=6, sequence=8, batch=1, precision="fp32")
     options = parser.parse_args(arguments)
     if options.steps < 2 * A_LINE:
         parser.error(f"--steps {options.steps}: growth takes {2 * A_LINE} at least")
-    record = Record.begin(NAME, typed(), fingerprint())
-    record.results.append(measure(options))
+    record = Record.begin(NAME, format_command(), machine_fingerprint())
+    record.results.append(measure_high_water(options))
     if options.out is not None:
         record.write(options.out)
-    check(record.results[0])
+    report_goals(record.results[0])
 
 
 if __name__ == "__main__":

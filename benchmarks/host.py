@@ -17,8 +17,17 @@ from statistics import median
 import torch
 
 import npuzero
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload, stepping
-from npuzero.bench import Benchmark, Contender, Effort, Record, check_close, fingerprint, local, run
+from benchmarks.step.workload import HYPER, MAX_NORM, GPTWorkload, training_step
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    Record,
+    check_close,
+    local_contender,
+    machine_fingerprint,
+    run_benchmark,
+)
 
 PRESETS = ("zero0", "zero2", "zero3")
 LAYERS = (8, 32)
@@ -34,10 +43,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     npuzero.init("cpu")
-    record = Record.begin("host", "python -m benchmarks.host", fingerprint())
+    record = Record.begin("host", "python -m benchmarks.host", machine_fingerprint())
     for layers in LAYERS:
-        benchmark = of_layers(layers)
-        result = run(benchmark, Effort(most_s=options.seconds, visit_s=0.05))
+        benchmark = host_benchmark(layers)
+        result = run_benchmark(benchmark, Effort(most_s=options.seconds, visit_s=0.05))
         record.results.append(result)
         units = result.parameters["units"]
         for name, seconds in result.seconds.items():
@@ -50,10 +59,10 @@ def main() -> None:
         record.write(options.out)
 
 
-def of_layers(layers: int) -> Benchmark:
+def host_benchmark(layers: int) -> Benchmark:
     """A GPT of ``layers`` blocks: each a unit, and the root."""
-    sizes = Workload(dim=32, layers=layers, heads=1, sequence=8, batch=1, precision="fp32")
-    steps = {TORCH: plain(sizes)} | {f"npuzero {preset}": cut(sizes, preset) for preset in PRESETS}
+    sizes = GPTWorkload(dim=32, layers=layers, heads=1, sequence=8, batch=1, precision="fp32")
+    steps = {TORCH: plain_step(sizes)} | {f"npuzero {preset}": sharded_step(sizes, preset) for preset in PRESETS}
 
     def check() -> str:
         want = torch.stack([steps[TORCH]() for _ in range(3)])
@@ -62,23 +71,23 @@ def of_layers(layers: int) -> Benchmark:
                 check_close(name, torch.stack([step() for _ in range(3)]), want, tolerance=1e-5)
         return "the losses of three steps, within 1e-5 of plain torch's"
 
-    contenders: list[Contender] = [local(name, step) for name, step in steps.items()]
+    contenders: list[Contender] = [local_contender(name, step) for name, step in steps.items()]
     facts = {"units": layers + 1, "parameters": len(list(sizes.model().parameters()))}
     return Benchmark(f"host/{layers}", f"host's work in a step, {layers + 1} units", contenders, TORCH, check, facts)
 
 
-def plain(sizes: Workload) -> Step:
+def plain_step(sizes: GPTWorkload) -> Step:
     model = sizes.model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-    return stepping(
+    return training_step(
         model, optimizer, sizes.tokens(0, 0), lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     )
 
 
-def cut(sizes: Workload, preset: str) -> Step:
+def sharded_step(sizes: GPTWorkload, preset: str) -> Step:
     model = npuzero.zero(sizes.model(), plan=preset)
     optimizer = npuzero.AdamW(model.parameters(), **HYPER)
-    return stepping(model, optimizer, sizes.tokens(0, 0), lambda: npuzero.clip_grad_norm_(model, MAX_NORM))
+    return training_step(model, optimizer, sizes.tokens(0, 0), lambda: npuzero.clip_grad_norm_(model, MAX_NORM))
 
 
 if __name__ == "__main__":

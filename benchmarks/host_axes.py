@@ -21,10 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import npuzero
-from npuzero.bench import Benchmark, Effort, Record, check_close, fingerprint, local, median, run, typed
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    check_close,
+    format_command,
+    local_contender,
+    machine_fingerprint,
+    median,
+    run_benchmark,
+)
 from npuzero.comm import Communicator, World
-from npuzero.comm.board import Failure
-from npuzero.device import Handle, Ready
+from npuzero.comm.board import CommunicatorFailure
+from npuzero.device import AsyncHandle, ReadyHandle
 
 GOAL_S = 15e-6
 PLAIN = "plain"
@@ -35,7 +45,7 @@ DIM, POSITIONS = 8, 4
 Step = Callable[[], list[Tensor]]
 
 
-class Alike(Communicator):
+class AlikeCommunicator(Communicator):
     """A group of two ranks, of which this process is one, and the other has the same slices and adds nothing to sums.
 
     So what perceptrons compute, whose parameters are whole, is what they compute without it.
@@ -45,22 +55,22 @@ class Alike(Communicator):
     """
 
     moves = True
-    ready = Ready()
+    ready = ReadyHandle()
 
-    def _all_reduce(self, buffer: Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: Tensor, tag: str) -> AsyncHandle:
         return self.ready
 
-    def _all_gather(self, whole: Tensor, shard: Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: Tensor, shard: Tensor, tag: str) -> AsyncHandle:
         if self.moves:
             whole.view(self.size, -1).copy_(shard)
         return self.ready
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: Tensor, whole: Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         if self.moves:
             shard.copy_(whole[: shard.numel()])
         return self.ready
 
-    def _unused(self, *_: Any) -> Handle:
+    def _unused(self, *_: Any) -> AsyncHandle:
         raise NotImplementedError("perceptrons have no use for it")
 
     _all_to_all = _broadcast = _send = _recv = _unused
@@ -68,14 +78,14 @@ class Alike(Communicator):
     def barrier(self) -> None:
         return
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         return
 
     def close(self) -> None:
         return
 
 
-class TwoAlike(World):
+class TwoAlikeWorld(World):
     """A world of two ranks, this one and another like it."""
 
     def __init__(self) -> None:
@@ -85,10 +95,10 @@ class TwoAlike(World):
         return [value, value]
 
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        return Alike(ranks, 0, name, self.device)
+        return AlikeCommunicator(ranks, 0, name, self.device)
 
 
-class Perceptron(nn.Module):
+class PerceptronBlock(nn.Module):
     """Two Linears of one input, and one behind them."""
 
     def __init__(self) -> None:
@@ -100,12 +110,12 @@ class Perceptron(nn.Module):
         return y
 
 
-class Perceptrons(nn.Module):
+class PerceptronStack(nn.Module):
     """One behind the other."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Perceptron() for _ in range(layers))
+        self.blocks = nn.ModuleList(PerceptronBlock() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -113,14 +123,14 @@ class Perceptrons(nn.Module):
         return x
 
 
-def stepping(mode: str, layers: int) -> Step:
+def perceptron_step(mode: str, layers: int) -> Step:
     """Forward and backward of perceptrons that are divided, or plain; returns their output and the input's gradient."""
     torch.manual_seed(0)
-    model = Perceptrons(layers)
+    model = PerceptronStack(layers)
     for weight in model.parameters():
         nn.init.orthogonal_(weight)
     if mode != PLAIN:
-        npuzero.parallel.tensor(model, npuzero.mesh(tensor=2, world=TwoAlike()), mode=mode, plan=WORDS)
+        npuzero.parallel.tensor(model, npuzero.mesh(tensor=2, world=TwoAlikeWorld()), mode=mode, plan=WORDS)
     half = torch.randn(1, POSITIONS // 2, DIM)
     x = torch.cat((half, half), 1).requires_grad_()  # the ranks' slices of a sequence are alike
 
@@ -133,19 +143,19 @@ def stepping(mode: str, layers: int) -> Step:
     return step
 
 
-def of_mode(mode: str, layers: int) -> Benchmark:
+def mode_benchmark(mode: str, layers: int) -> Benchmark:
     """A benchmark of one mode beside no collectives at all."""
-    steps = {name: stepping(name, layers) for name in (PLAIN, mode)}
+    steps = {name: perceptron_step(name, layers) for name in (PLAIN, mode)}
 
     def check() -> str:
-        Alike.moves = True
+        AlikeCommunicator.moves = True
         results = [step() for step in steps.values()]
         for what, want, got in zip(("output", "gradient"), *results, strict=True):
             check_close(f"{mode}: {what}", got, want, tolerance=1e-5)
-        Alike.moves = False
+        AlikeCommunicator.moves = False
         return "output and the input's gradient, within 1e-5 of the plain perceptrons'"
 
-    contenders = [local(name, step) for name, step in steps.items()]
+    contenders = [local_contender(name, step) for name, step in steps.items()]
     facts = {"pairs": layers, "positions": POSITIONS, "dim": DIM}
     return Benchmark(f"host_axes/{mode}", f"host's work of {layers} pairs, {mode}", contenders, PLAIN, check, facts)
 
@@ -157,10 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each mode, at the most")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    record = Record.begin("host_axes", typed(), fingerprint())
+    record = Record.begin("host_axes", format_command(), machine_fingerprint())
     for mode in MODES:
         print(f"measuring {mode}", flush=True)
-        record.results.append(result := run(of_mode(mode, options.layers), Effort(most_s=options.seconds)))
+        record.results.append(
+            result := run_benchmark(mode_benchmark(mode, options.layers), Effort(most_s=options.seconds))
+        )
         more = [own - plain for own, plain in zip(result.seconds[mode], result.seconds[PLAIN], strict=True)]
         result.values[mode]["pair_s"] = pair_s = median(more) / options.layers
         print(f"{mode}: {pair_s * 1e6:.2f} us a pair; goal {GOAL_S * 1e6:.0f}", flush=True)

@@ -44,18 +44,18 @@ def trained_moments(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()) for state in states]
 
 
-def stored(moments: str, *, signed: bool) -> Store:
+def round_trip_moment(moments: str, *, signed: bool) -> Store:
     """By this package, to nearest."""
 
     def store(x: Tensor) -> Tensor:
         kept = torch.zeros(storage.stored_numel(x.numel(), MOMENT_DTYPES[moments]), dtype=MOMENT_DTYPES[moments])
-        storage.narrow(x, kept, signed=signed)
-        return storage.widen(kept, x.numel(), signed=signed)
+        storage.encode_moment(x, kept, signed=signed)
+        return storage.decode_moment(kept, x.numel(), signed=signed)
 
     return store
 
 
-def dynamic_map(block: int, *, signed: bool) -> Store:
+def dynamic_map_store(block: int, *, signed: bool) -> Store:
     """By the published table: a decade for each leading zero bit, divided evenly by the bits that are left."""
     bits = 7 if signed else 8
     decades = [torch.linspace(0.1, 1, 2 ** (bits - 1 - i) + 1, dtype=torch.float64) * 10.0**-i for i in range(7)]
@@ -72,7 +72,7 @@ def dynamic_map(block: int, *, signed: bool) -> Store:
     return store
 
 
-def error(moments: list[tuple[Tensor, Tensor]], first: Store, second: Store) -> float:
+def update_error(moments: list[tuple[Tensor, Tensor]], first: Store, second: Store) -> float:
     """Of the update, relative."""
     apart = whole = 0.0
     for m, v in moments:
@@ -93,12 +93,12 @@ def main() -> None:
 
     print("error of the update        m stored   v stored   both")
     for name, signed, unsigned in (
-        ("bf16", stored("bf16", signed=True), stored("bf16", signed=False)),
-        ("int8, blocks of 64", stored("int8", signed=True), stored("int8", signed=False)),
-        ("dynamic map, blocks of 256", dynamic_map(256, signed=True), dynamic_map(256, signed=False)),
-        ("dynamic map, blocks of 64", dynamic_map(64, signed=True), dynamic_map(64, signed=False)),
+        ("bf16", round_trip_moment("bf16", signed=True), round_trip_moment("bf16", signed=False)),
+        ("int8, blocks of 64", round_trip_moment("int8", signed=True), round_trip_moment("int8", signed=False)),
+        ("dynamic map, blocks of 256", dynamic_map_store(256, signed=True), dynamic_map_store(256, signed=False)),
+        ("dynamic map, blocks of 64", dynamic_map_store(64, signed=True), dynamic_map_store(64, signed=False)),
     ):
-        found = [error(moments, *pair) for pair in ((signed, same), (same, unsigned), (signed, unsigned))]
+        found = [update_error(moments, *pair) for pair in ((signed, same), (same, unsigned), (signed, unsigned))]
         print(f"{name:26}" + "".join(f"{value:9.2%}  " for value in found))
 
 

@@ -24,10 +24,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.axes.beside import Side, add_options, measure, told, told_beside
-from benchmarks.axes.pipes import STAGES, Piped
+from benchmarks.axes.beside import (
+    AxisContender,
+    add_axis_comparison_options,
+    format_sides,
+    format_time_and_memory,
+    measure_sides,
+)
+from benchmarks.axes.pipes import STAGES, PipelineSizes
 from benchmarks.step.compare import write_trace
-from npuzero.bench import Record, Result, Team, fingerprint, typed
+from npuzero.bench import Record, Result, Team, format_command, machine_fingerprint
 
 GOAL, COMPUTE_GOAL = 0.85, 1.05
 OWN, ZERO2, BUBBLE, COMPUTE = "npuzero", "npuzero zero2", "npuzero zero-bubble", "compute only"
@@ -37,24 +43,24 @@ CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3",
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, Piped)
+    add_axis_comparison_options(parser, PipelineSizes)
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of npuzero's step there, for benchmarks.trace")
     parser.set_defaults(rounds=30, seconds=240.0)
     options = parser.parse_args(arguments)
-    record = Record.begin("pipeline", typed(), fingerprint())
-    sizes = Piped.of(options)
-    contenders = CONTENDERS | further(sizes.precision, options.ranks)
+    record = Record.begin("pipeline", format_command(), machine_fingerprint())
+    sizes = PipelineSizes.of(options)
+    contenders = CONTENDERS | extra_contenders(sizes.precision, options.ranks)
     sides = [
-        Side(name, each, sizes, STAGES, apart=True, learns=name != COMPUTE, work="benchmarks.axes.pipes")
+        AxisContender(name, each, sizes, STAGES, apart=True, learns=name != COMPUTE, work="benchmarks.axes.pipes")
         for name, each in contenders.items()
     ]
     over = f"{STAGES} stages of {options.ranks} ranks"
     title = f"step over {over}, {sizes.precision}, {sizes.micro_batches} micro-batches"
-    also = partial(ask, sizes=sizes, trace=options.trace)
-    result = measure(f"pipeline/{sizes.precision}-{options.ranks}", title, sides, options, also)
+    also = partial(ask_schedule, sizes=sizes, trace=options.trace)
+    result = measure_sides(f"pipeline/{sizes.precision}-{options.ranks}", title, sides, options, also)
     record.results.append(result)
-    print(told(result))
-    print(told_beside(result, OWN, (GLOO, SHM), GOAL))
+    print(format_sides(result))
+    print(format_time_and_memory(result, OWN, (GLOO, SHM), GOAL))
     if options.ranks == STAGES:
         longer, goal = result.slowdown(OWN, COMPUTE).median, COMPUTE_GOAL * (1 + sizes.bubble)
         print(f"over {COMPUTE}: time {longer:.3f}, goal {goal:.3f}")
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record.write(options.out)
 
 
-def further(precision: str, ranks: int) -> dict[str, str]:
+def extra_contenders(precision: str, ranks: int) -> dict[str, str]:
     """Contenders of some runs: stage 2 shards where a stage has several ranks; where it has one, FSDP2 can be left out,
     unless it has to round parameters.
     """
@@ -71,7 +77,7 @@ def further(precision: str, ranks: int) -> dict[str, str]:
     return {WHOLE: "torch-whole"} if precision == "fp32" else {}
 
 
-def ask(teams: Mapping[str, Team], result: Result, sizes: Piped, trace: Path | None) -> None:
+def ask_schedule(teams: Mapping[str, Team], result: Result, sizes: PipelineSizes, trace: Path | None) -> None:
     """Note the bubble of the schedule, and the bytes that go between stages: those there are to send, and npuzero's."""
     result.parameters.update(bubble=sizes.bubble, sent_bytes=sizes.sent_bytes)
     for name in {OWN, ZERO2} & teams.keys():

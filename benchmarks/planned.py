@@ -23,42 +23,54 @@ from typing import Any
 import torch
 
 from benchmarks.step.compare import BANDS, ROOT
-from benchmarks.step.workload import Workload
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run, typed
-from npuzero.bench.cluster import cluster_of, crew, source_of
+from benchmarks.step.workload import GPTWorkload
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    Result,
+    Team,
+    format_command,
+    machine_fingerprint,
+    python_worker,
+    run_benchmark,
+)
+from npuzero.bench.cluster import build_cluster, describe_measurement, open_probe_crew
 from npuzero.errors import BenchmarkError
 from npuzero.plan import MeshShape, Plan
-from npuzero.planner import Cluster, Job, ModelShape, Run
-from npuzero.planner.clock import Timeline, step_time
-from npuzero.planner.workload import workload
-from npuzero.shard.build import spans_of, units_of
+from npuzero.planner import Cluster, ModelShape, TrainingJob, TrainingRun
+from npuzero.planner.clock import StepTimeline, step_time
+from npuzero.planner.workload import measure_workload
+from npuzero.shard.build import get_unit_parameters, nested_unit_spans
 
 PRESETS, BATCHES = ("zero0", "zero2", "zero3"), (1, 4)
 SUITE, PROBES = "planned", "planned/probes"
 
 
-def shape_of(sizes: Workload) -> ModelShape:
+def gpt_model_shape(sizes: GPTWorkload) -> ModelShape:
     """Return the benchmarks' GPT as the planner takes it."""
     with torch.device("meta"):
         model = sizes.model()
     names = ["", *(f"blocks.{i}" for i in range(sizes.layers))]
-    return ModelShape("GPT of the benchmarks", units_of(model), spans_of(names), lambda: model)
+    return ModelShape("GPT of the benchmarks", get_unit_parameters(model), nested_unit_spans(names), lambda: model)
 
 
-def planned(sizes: Workload, preset: str, cluster: Cluster) -> Timeline:
+def plan_step(sizes: GPTWorkload, preset: str, cluster: Cluster) -> StepTimeline:
     """Return the planner's step of one preset on all ranks of ``cluster``."""
-    model = shape_of(sizes)
-    job = Job(model, cluster, sizes.sequence)
+    model = gpt_model_shape(sizes)
+    job = TrainingJob(model, cluster, sizes.sequence)
     mesh = MeshShape(cluster.nodes, cluster.local)
-    run_ = Run(Plan.preset(preset, precision=sizes.precision), mesh, micro_batch=sizes.batch)
-    return step_time(job, run_, workload(model, sizes.sequence, sizes.batch, dtype=sizes.dtype))
+    run_ = TrainingRun(Plan.preset(preset, precision=sizes.precision), mesh, micro_batch=sizes.batch)
+    return step_time(job, run_, measure_workload(model, sizes.sequence, sizes.batch, dtype=sizes.dtype))
 
 
-def name_of(sizes: Workload) -> str:
+def planned_benchmark_name(sizes: GPTWorkload) -> str:
     return f"{SUITE}/{sizes.precision}-batch{sizes.batch}"
 
 
-def teams(sizes: Sequence[Workload], options: argparse.Namespace, stack: ExitStack) -> dict[tuple[str, str], Team]:
+def start_planned_teams(
+    sizes: Sequence[GPTWorkload], options: argparse.Namespace, stack: ExitStack
+) -> dict[tuple[str, str], Team]:
     """Start the ranks of each preset at each size, by name and preset, and check that they learn alike."""
     found: dict[tuple[str, str], Team] = {}
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
@@ -67,7 +79,7 @@ def teams(sizes: Sequence[Workload], options: argparse.Namespace, stack: ExitSta
         for preset in options.presets:
             print(f"starting {preset}, batch {each.batch}", file=sys.stderr, flush=True)
             team = Team(
-                f"{name_of(each)} {preset}",
+                f"{planned_benchmark_name(each)} {preset}",
                 python_worker("benchmarks.step.work"),
                 options.ranks,
                 options={
@@ -78,48 +90,54 @@ def teams(sizes: Sequence[Workload], options: argparse.Namespace, stack: ExitSta
                 variables=variables,
                 start_s=600.0,
             )
-            found[name_of(each), preset] = stack.enter_context(team)
+            found[planned_benchmark_name(each), preset] = stack.enter_context(team)
             losses[preset] = statistics.fmean(team.ask("train", steps=2)[0])
         if max(losses.values()) - min(losses.values()) > BANDS[each.precision]:
             raise BenchmarkError("losses", expected="equal ones under all presets", got=str(losses), do="Correct it.")
     return found
 
 
-def measure(sizes: Sequence[Workload], options: argparse.Namespace) -> tuple[Result, Mapping[str, Any]]:
+def measure_planned(sizes: Sequence[GPTWorkload], options: argparse.Namespace) -> tuple[Result, Mapping[str, Any]]:
     """Time probes and steps in the same rounds; return what all of them took, and of what machine."""
     with ExitStack() as stack:
-        started = teams(sizes, options, stack)
-        probes = stack.enter_context(crew(torch.device("cpu"), options.quick))
+        started = start_planned_teams(sizes, options, stack)
+        probes = stack.enter_context(open_probe_crew(torch.device("cpu"), options.quick))
         steps = [replace(team.contender(), name=" ".join(key)) for key, team in started.items()]
         contenders = [*probes.contenders(), *steps]
         effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
         checked = f"losses of all presets within {BANDS[options.precision]} of each other"
         benchmark = Benchmark(PROBES, "what this machine sustains", contenders, steps[0].name, lambda: checked)
-        return run(benchmark, effort), probes.place
+        return run_benchmark(benchmark, effort), probes.place
 
 
-def results(sizes: Sequence[Workload], presets: Sequence[str], whole: Result, place: Mapping[str, Any]) -> list[Result]:
+def planned_results(
+    sizes: Sequence[GPTWorkload], presets: Sequence[str], whole: Result, place: Mapping[str, Any]
+) -> list[Result]:
     """Return the probes with the cluster that follows from them, and for each size the steps with what was planned."""
-    names = [f"{name_of(each)} {preset}" for each in sizes for preset in presets]
+    names = [f"{planned_benchmark_name(each)} {preset}" for each in sizes for preset in presets]
     probes = [name for name in whole.seconds if name not in names]
-    source = source_of(torch.device("cpu"))
-    cluster = cluster_of({name: whole.seconds[name] for name in probes}, whole.values, place, source=source)
+    source = describe_measurement(torch.device("cpu"))
+    cluster = build_cluster({name: whole.seconds[name] for name in probes}, whole.values, place, source=source)
     facts = {"cluster": cluster.as_dict()}
     found = [
-        _part(whole, PROBES, {name: name for name in probes}, "passes/bf16/1", "what this machine sustains", facts)
+        _select_contenders(
+            whole, PROBES, {name: name for name in probes}, "passes/bf16/1", "what this machine sustains", facts
+        )
     ]
     for each in sizes:
-        steps = {f"{name_of(each)} {preset}": f"npuzero {preset}" for preset in presets}
+        steps = {f"{planned_benchmark_name(each)} {preset}": f"npuzero {preset}" for preset in presets}
         title = f"a training step, {each.precision}, batch {each.batch} a rank, and what the planner says"
-        part = _part(whole, name_of(each), steps, f"npuzero {presets[0]}", title, asdict(each))
+        part = _select_contenders(
+            whole, planned_benchmark_name(each), steps, f"npuzero {presets[0]}", title, asdict(each)
+        )
         for preset in presets:
-            timeline = planned(each, preset, cluster)
+            timeline = plan_step(each, preset, cluster)
             part.values[f"npuzero {preset}"] = {"planned_s": timeline.step_s, "parts_s": dict(timeline.parts)}
         found.append(part)
     return found
 
 
-def _part(
+def _select_contenders(
     whole: Result, name: str, names: Mapping[str, str], baseline: str, title: str, parameters: Mapping[str, Any]
 ) -> Result:
     """Return the contenders ``names`` of a result, by their new names, as one of its own."""
@@ -141,7 +159,7 @@ def _part(
     )
 
 
-def errors(result: Result) -> dict[str, float]:
+def planned_errors(result: Result) -> dict[str, float]:
     """Return by contender how far the planned seconds are from the measured, as a part of these."""
     return {
         name: values["planned_s"] / statistics.median(result.seconds[name]) - 1
@@ -150,11 +168,11 @@ def errors(result: Result) -> dict[str, float]:
     }
 
 
-def table(found: Sequence[Result]) -> str:
+def planned_table(found: Sequence[Result]) -> str:
     """For people."""
     lines = [f"{'':34}{'planned':>10} {'measured':>10} {'MAD':>6} {'apart':>7}   planned: of what"]
     for result in found:
-        for name, apart in errors(result).items():
+        for name, apart in planned_errors(result).items():
             seconds, values = result.seconds[name], result.values[name]
             middle = statistics.median(seconds)
             spread = statistics.median(abs(each - middle) for each in seconds) / middle
@@ -170,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     split = {"type": lambda text: text.split(","), "help": "with commas"}
     parser.add_argument("--presets", default=list(PRESETS), **split)
     parser.add_argument("--batches", default=list(map(str, BATCHES)), **split)
-    Workload.add_options(parser)
+    GPTWorkload.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="at the most")
     parser.add_argument("--seconds", type=float, default=240.0, help="of rounds, at the most")
@@ -181,10 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         small = {"dim": 64, "layers": 2, "heads": 2, "sequence": 64}
         vars(options).update(small, rounds=3, seconds=2.0, visit=0.01)
-    sizes = [replace(Workload.of(options), batch=int(batch)) for batch in options.batches]
-    record = Record.begin(SUITE, typed(), fingerprint(), quick=options.quick)
-    record.results += results(sizes, options.presets, *measure(sizes, options))
-    print(table(record.results))
+    sizes = [replace(GPTWorkload.of(options), batch=int(batch)) for batch in options.batches]
+    record = Record.begin(SUITE, format_command(), machine_fingerprint(), quick=options.quick)
+    record.results += planned_results(sizes, options.presets, *measure_planned(sizes, options))
+    print(planned_table(record.results))
     if options.out is not None:
         record.write(options.out)
 

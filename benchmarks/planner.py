@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from npuzero.bench import fingerprint
+from npuzero.bench import machine_fingerprint
 from npuzero.plan import OFFLOADED, PRESETS, THINNED
-from npuzero.planner import Cluster, Job, from_size
+from npuzero.planner import Cluster, TrainingJob, from_size
 from npuzero.planner.advice import advise_on
-from npuzero.planner.search import Choices, search
+from npuzero.planner.search import Choices, search_runs
 
 #: Parameters, cluster, tokens of a sequence and of a step.
 QUESTIONS = (
@@ -37,19 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    first = asked(*QUESTIONS[0])
+    first = time_answer(*QUESTIONS[0])
     found = {
-        "machine": fingerprint(),
+        "machine": machine_fingerprint(),
         "first answer of a process": first,
-        "answers": [asked(*question) for question in QUESTIONS],
-        "everything": searched(),
+        "answers": [time_answer(*question) for question in QUESTIONS],
+        "everything": time_search(),
     }
-    print(json.dumps(found, indent=2) if options.json else render(found))
+    print(json.dumps(found, indent=2) if options.json else render_planner(found))
 
 
-def asked(parameters: int, on: str, sequence: int, tokens: int) -> dict[str, Any]:
+def time_answer(parameters: int, on: str, sequence: int, tokens: int) -> dict[str, Any]:
     """Return how long an answer takes; the model is made anew, so that nothing of it is known."""
-    job = Job(from_size(parameters), Cluster.named(on), sequence, tokens)
+    job = TrainingJob(from_size(parameters), Cluster.named(on), sequence, tokens)
     wall, cpu = time.perf_counter(), time.process_time()
     advice = advise_on(job)
     text = str(advice)
@@ -58,27 +58,27 @@ def asked(parameters: int, on: str, sequence: int, tokens: int) -> dict[str, Any
     return {
         "parameters": parameters,
         "on": on,
-        **_rounded(spent),
+        **_round_milliseconds(spent),
         "looked": found.looked,
         "timed": found.timed,
         "answer": text.splitlines()[0],
     }
 
 
-def searched() -> dict[str, Any]:
+def time_search() -> dict[str, Any]:
     """Return how long a search takes in which whatever fits is timed."""
-    job = Job(from_size(7 * 10**9), Cluster.named("64xa100-80g"), 2048, 2**22)
+    job = TrainingJob(from_size(7 * 10**9), Cluster.named("64xa100-80g"), 2048, 2**22)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = search(job, EVERYTHING, every=True)
+    found = search_runs(job, EVERYTHING, every=True)
     spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    return {**_rounded(spent), "looked": found.looked, "timed": found.timed}
+    return {**_round_milliseconds(spent), "looked": found.looked, "timed": found.timed}
 
 
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+def _round_milliseconds(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def render(found: dict[str, Any]) -> str:
+def render_planner(found: dict[str, Any]) -> str:
     """Return the record as text."""
     rows = [("first in a process", found["first answer of a process"])]
     rows += [(f"{each['parameters'] / 1e9:.0f}B on {each['on']}", each) for each in found["answers"]]

@@ -22,7 +22,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from benchmarks.contenders import measured_on
+from benchmarks.contenders import describe_records
 from benchmarks.plot import Axes, Figure, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import (
@@ -38,12 +38,12 @@ from npuzero.cli.palette import (
     STYLE,
     TEXT,
     WORK,
-    caption,
-    ink,
+    add_caption,
+    text_colour,
 )
 from npuzero.config import Settings
 from npuzero.plan import MeshShape, Plan, steady_step
-from npuzero.planner import Cluster, Job, Run, from_size
+from npuzero.planner import Cluster, TrainingJob, TrainingRun, from_size
 from npuzero.planner.efficiency import (
     bandwidth_for,
     checkpoint_intensity,
@@ -52,11 +52,11 @@ from npuzero.planner.efficiency import (
     state_intensity,
 )
 from npuzero.planner.estimate import Estimator
-from npuzero.planner.published import Row, Table
-from npuzero.planner.rates import dtype_of, elementwise_s, products_s
-from npuzero.planner.skew import Late, SlowLink, step_loss
-from npuzero.planner.workload import workload
-from npuzero.shard.build import steady_of
+from npuzero.planner.published import PublishedRun, PublishedTable
+from npuzero.planner.rates import elementwise_s, find_compute_dtype, products_s
+from npuzero.planner.skew import LateRank, SlowLink, step_loss
+from npuzero.planner.workload import measure_workload
+from npuzero.shard.build import build_steady_step
 
 ARITHMETIC = "Arithmetic of npuzero.planner; nothing was run."
 
@@ -73,14 +73,14 @@ SPENT = {
 }
 
 
-def step(record: Record) -> Figure:
+def draw_planned_steps(record: Record) -> Figure:
     """Return the picture of steps as planned, by what they spend, beside bars of those that were measured."""
-    results = [result for result in record.results if result.values.keys() <= planned_s(result).keys()]
+    results = [result for result in record.results if result.values.keys() <= planned_seconds(result).keys()]
     figure, panels = plt.subplots(1, len(results), figsize=(11, 4.6), squeeze=False, layout="constrained")
     for axes, result in zip(panels[0], results, strict=True):
-        _step_panel(axes, result)
+        _draw_step_panel(axes, result)
     panels[0, 0].set_ylabel("milliseconds of a step")
-    there = {part for r in results for v in r.values.values() for part, took in spent(v["parts_s"]).items() if took}
+    there = {part for r in results for v in r.values.values() for part, took in sum_waits(v["parts_s"]).items() if took}
     handles = [Patch(facecolor=colour, label=name) for part, (colour, name) in SPENT.items() if part in there]
     handles.append(Patch(facecolor=OTHER, label="measured, median and spread"))
     sizes = results[0].parameters
@@ -88,26 +88,32 @@ def step(record: Record) -> Figure:
         f"A GPT of {sizes['layers']} blocks, {sizes['precision']}, 2 CPU ranks. Planned from what npuzero bench cluster"
         " measures in the same rounds."
     )
-    caption(figure, step_finding(results), subject, measured_on([record], {r.name for r in results}), handles)
+    add_caption(
+        figure,
+        summarize_planned_steps(results),
+        subject,
+        describe_records([record], {r.name for r in results}),
+        handles,
+    )
     return figure
 
 
-def planned_s(result: Result) -> dict[str, float]:
+def planned_seconds(result: Result) -> dict[str, float]:
     """Return by contender the planner's seconds."""
     return {name: values["planned_s"] for name, values in result.values.items() if "planned_s" in values}
 
 
-def step_finding(results: Sequence[Result]) -> str:
+def summarize_planned_steps(results: Sequence[Result]) -> str:
     """Return how far the farthest planned step is from its measured one."""
     apart = [
         abs(planned / statistics.median(result.seconds[name]) - 1)
         for result in results
-        for name, planned in planned_s(result).items()
+        for name, planned in planned_seconds(result).items()
     ]
     return f"A planned step is within {100 * max(apart):.0f} % of the measured one"
 
 
-def spent(parts: Mapping[str, float]) -> dict[str, float]:
+def sum_waits(parts: Mapping[str, float]) -> dict[str, float]:
     """Return seconds by :data:`SPENT`: all waits are one."""
     found = dict.fromkeys(SPENT, 0.0)
     for part, seconds in parts.items():
@@ -115,11 +121,11 @@ def spent(parts: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _step_panel(axes: Axes, result: Result) -> None:
-    width, names = 0.38, list(planned_s(result))
+def _draw_step_panel(axes: Axes, result: Result) -> None:
+    width, names = 0.38, list(planned_seconds(result))
     for place, name in enumerate(names):
         seconds, bottom = result.seconds[name], 0.0
-        for part, took in spent(result.values[name]["parts_s"]).items():
+        for part, took in sum_waits(result.values[name]["parts_s"]).items():
             axes.bar(place - width / 2, took * 1e3, width, bottom, color=SPENT[part][0], edgecolor=PAPER, lw=0.4)
             bottom += took * 1e3
         middle = statistics.median(seconds) * 1e3
@@ -142,7 +148,7 @@ PEAK, LENGTH = 70e12, 1024
 BATCHES, WIDTHS = (1, 2, 4, 8, 16), (2048, 8192, 32768, 65536)
 
 
-def efficiency_curves() -> Figure:
+def draw_efficiency() -> Figure:
     """Return ZeRO-Infinity's figure 3: efficiency by the bandwidth that each kind of state has."""
     panels: list[tuple[str, Sequence[float], dict[str, float]]] = [
         (
@@ -178,7 +184,7 @@ def efficiency_curves() -> Figure:
         "A device that computes 70 TFLOPS where it waits for nothing; sequences of 1,024; batch: sequences of a device."
         " ZeRO-Infinity, section 4."
     )
-    caption(figure, finding, subject, ARITHMETIC)
+    add_caption(figure, finding, subject, ARITHMETIC)
     return figure
 
 
@@ -193,37 +199,37 @@ SERIES = {
 }
 
 
-def series(table: Table, name: str) -> list[Row]:
+def table_series(table: PublishedTable, name: str) -> list[PublishedRun]:
     """Return the rows of one series by their number of devices, those that are judged."""
     rows = [row for row in table.judged if row.name.startswith(f"{name}, ") and row.name.count(",") == 1]
     return sorted(rows, key=lambda row: row.ranks)
 
 
-def scaling() -> Figure:
+def draw_scaling() -> Figure:
     """Return tokens a second and device over the number of devices: lines as planned, dots as published."""
-    table = Table.named("internevo")
+    table = PublishedTable.named("internevo")
     figure, axes = plt.subplots(figsize=(10, 5.2), layout="constrained")
     apart = []
     for (name, label), (colour, dashes) in zip(SERIES.items(), CURVES, strict=False):
-        rows = series(table, name)
+        rows = table_series(table, name)
         ranks, planned = [row.ranks for row in rows], [table.predict(row) for row in rows]
         apart += [abs(value / row.published - 1) for value, row in zip(planned, rows, strict=True)]
         axes.plot(ranks, planned, color=colour, linestyle=dashes, linewidth=1.8, label=label)
         axes.plot(ranks, [row.published for row in rows], "o", color=colour, markersize=6, markeredgecolor=PAPER)
-    ranks = [row.ranks for row in series(table, next(iter(SERIES)))]
+    ranks = [row.ranks for row in table_series(table, next(iter(SERIES)))]
     axes.set(xscale="log", xlabel="devices, log scale", ylabel="tokens a second and device", ylim=(2000, 4400))
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(axis="both")
     axes.legend(fontsize=10, loc="lower left")
-    last = {name: table.predict(series(table, name)[-1]) for name in ("tp=1 zero1=-1", "tp=1 zero1=8")}
+    last = {name: table.predict(table_series(table, name)[-1]) for name in ("tp=1 zero1=-1", "tp=1 zero1=8")}
     lost = 1 - last["tp=1 zero1=-1"] / last["tp=1 zero1=8"]
     finding = f"Broadcasts from owner after owner cost {100 * lost:.0f} % of the speed at 1,024 devices"
     subject = (
         f"InternEvo's 7B model on A100s: lines as planned from shipped numbers, dots as published; "
         f"on average {100 * statistics.fmean(apart):.1f} % apart."
     )
-    caption(figure, finding, subject, f"{ARITHMETIC} Published: {table.source.partition(';')[0]}.")
+    add_caption(figure, finding, subject, f"{ARITHMETIC} Published: {table.source.partition(';')[0]}.")
     return figure
 
 
@@ -235,16 +241,18 @@ FIT_ROWS = [
 ]
 
 
-def fits() -> Figure:
+def draw_fits() -> Figure:
     """Return which micro-batches fit under which plans, and how fast those are."""
-    job = Job(from_size(7 * 10**9), Cluster.named(FIT_ON), FIT_SEQUENCE)
+    job = TrainingJob(from_size(7 * 10**9), Cluster.named(FIT_ON), FIT_SEQUENCE)
     estimator, gib = Estimator(job), 2.0**30
     limit = job.cluster.device.memory_bytes
     held, rates = (np.full((len(FIT_ROWS), len(FIT_SIZES)), np.nan) for _ in range(2))
     for (i, (preset, recompute)), (j, size) in (
         (row, column) for row in enumerate(FIT_ROWS) for column in enumerate(FIT_SIZES)
     ):
-        run = Run(Plan.preset(preset, precision="bf16"), MeshShape(1, job.cluster.local), size, recompute=recompute)
+        run = TrainingRun(
+            Plan.preset(preset, precision="bf16"), MeshShape(1, job.cluster.local), size, recompute=recompute
+        )
         estimate = estimator.estimate(run)
         held[i, j] = estimate.memory["device"]
         if held[i, j] <= limit:
@@ -255,14 +263,14 @@ def fits() -> Figure:
     for i in range(len(FIT_ROWS)):
         for j in range(len(FIT_SIZES)):
             there = np.isfinite(rates[i, j])
-            colour = _hex(map_((rates[i, j] - least) / (most - least))) if there else MISFIT
+            colour = _hex_colour(map_((rates[i, j] - least) / (most - least))) if there else MISFIT
             text = (
                 f"{rates[i, j]:,.0f}\n{held[i, j] / gib:.0f} GiB"
                 if there
                 else f"{(held[i, j] - limit) / gib:,.0f} GiB too much"
             )
             axes.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=colour, edgecolor=PAPER, lw=1.5))
-            axes.text(j, i, text, ha="center", va="center", fontsize=9, color=ink(colour) if there else GOAL)
+            axes.text(j, i, text, ha="center", va="center", fontsize=9, color=text_colour(colour) if there else GOAL)
     labels = [f"{preset}{', recompute' * recompute}" for preset, recompute in FIT_ROWS]
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xticks(range(len(FIT_SIZES)), [str(size) for size in FIT_SIZES])
@@ -276,11 +284,11 @@ def fits() -> Figure:
         f"A 7B model of Llama's shapes, bf16, on {FIT_ON}, sequences of {FIT_SEQUENCE:,}; tokens/s of a device, and the"
         f" most that it holds of {limit / gib:.0f} GiB."
     )
-    caption(figure, finding, subject, ARITHMETIC)
+    add_caption(figure, finding, subject, ARITHMETIC)
     return figure
 
 
-def _hex(colour: Sequence[float]) -> str:
+def _hex_colour(colour: Sequence[float]) -> str:
     return "#" + "".join(f"{round(255 * part):02X}" for part in colour[:3])
 
 
@@ -290,17 +298,17 @@ SKEW_ON, SKEW_SEQUENCE, SKEW_FACTOR, SKEW_LATE = "64xa100-80g", 4096, 4.0, 0.1
 SKEW_PRESETS = ("zero0", "zero1", "zero2", "zero3", "hpz", "hsdp", "thin")
 
 
-def losses() -> dict[str, tuple[float, ...]]:
+def disturbance_losses() -> dict[str, tuple[float, ...]]:
     """Return by plan what each of :data:`DISTURBED` costs, as a part of a step."""
     cluster, model, settings = Cluster.named(SKEW_ON), from_size(7 * 10**9), Settings()
-    work = workload(model, SKEW_SEQUENCE).units
+    work = measure_workload(model, SKEW_SEQUENCE).units
     found = {}
     for preset in SKEW_PRESETS:
         plan = Plan.preset(preset, precision="bf16")
         mesh = plan.mesh_shape(MeshShape(cluster.nodes, cluster.local))
-        flats, facts = steady_of(model.units, plan, mesh, settings, spans=model.spans, clip=True)
+        flats, facts = build_steady_step(model.units, plan, mesh, settings, spans=model.spans, clip=True)
         moves = steady_step(flats, plan, mesh, facts)
-        dtype = dtype_of(plan)
+        dtype = find_compute_dtype(plan)
 
         def compute_s(unit: int, backward: bool, dtype: str = dtype) -> float:
             own = work[unit]
@@ -310,22 +318,22 @@ def losses() -> dict[str, tuple[float, ...]]:
             return products_s(device, flops, dtype, SKEW_SEQUENCE) + elementwise_s(device, nbytes, dtype)
 
         loss = partial(step_loss, cluster, mesh, moves, compute_s)
-        step_s = loss(Late(0.0)).step_s
+        step_s = loss(LateRank(0.0)).step_s
         found[preset] = tuple(loss(disturbed(step_s)).part for disturbed in DISTURBED.values())
     return found
 
 
 #: By what a panel is called: the disturbance of a step of so many seconds.
-DISTURBED: dict[str, Callable[[float], SlowLink | Late]] = {
+DISTURBED: dict[str, Callable[[float], SlowLink | LateRank]] = {
     f"A link between nodes {SKEW_FACTOR:g} × slower": lambda step_s: SlowLink(SKEW_FACTOR),
     f"A link in a node {SKEW_FACTOR:g} × slower": lambda step_s: SlowLink(SKEW_FACTOR, "local"),
-    f"A rank late by {100 * SKEW_LATE:.0f} % of a step": lambda step_s: Late(SKEW_LATE * step_s),
+    f"A rank late by {100 * SKEW_LATE:.0f} % of a step": lambda step_s: LateRank(SKEW_LATE * step_s),
 }
 
 
-def skew() -> Figure:
+def draw_skew() -> Figure:
     """Return what one slow link, and one rank that comes late, cost a step under each plan."""
-    found = losses()
+    found = disturbance_losses()
     figure, panels = plt.subplots(1, len(DISTURBED), figsize=(12, 4.2), sharey=True, layout="constrained")
     for at, (axes, title) in enumerate(zip(panels, DISTURBED, strict=True)):
         values = [100 * each[at] for each in found.values()]
@@ -344,15 +352,15 @@ def skew() -> Figure:
         f"A slow link costs {most} {slow[most]:.0f} %, {least} {slow[least]:.0f} %; a late rank costs all the same"
     )
     subject = f"A 7B model of Llama's shapes, bf16, on {SKEW_ON}, a sequence of {SKEW_SEQUENCE:,} a rank and step."
-    caption(figure, finding, subject, ARITHMETIC)
+    add_caption(figure, finding, subject, ARITHMETIC)
     return figure
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "efficiency": efficiency_curves,
-    "scaling": scaling,
-    "fits": fits,
-    "skew": skew,
+    "efficiency": draw_efficiency,
+    "scaling": draw_scaling,
+    "fits": draw_fits,
+    "skew": draw_skew,
 }
 
 
@@ -365,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (options.picture == "step") != (options.record is not None):
         parser.error("step takes a record, and no other picture does")
     with plt.rc_context(STYLE):
-        figure = step(Record.read(options.record)) if options.record else PICTURES[options.picture]()
+        figure = draw_planned_steps(Record.read(options.record)) if options.record else PICTURES[options.picture]()
         figure.savefig(options.out, dpi=150)
         plt.close(figure)
 

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks import tiers
-from benchmarks.contenders import called, measured_on
+from benchmarks.contenders import contender_label, describe_records
 from benchmarks.goals import FIGURES
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, caption
+from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, add_caption
 
 _ROW_INCHES, _PANEL_INCHES, _HEAD_INCHES = 0.27, 0.95, 1.1
 _WAY = ", read in place"  # of two figures of one collective: a row has both
@@ -36,7 +36,7 @@ LEGEND = {"npuzero": NPUZERO, "npuzero, plain tensors (one copy more)": SLOTS, "
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """Describe a line of a panel.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Panel:
+class FigurePanel:
     """Describe rows on one axis.
 
     Attributes:
@@ -64,35 +64,35 @@ class Panel:
     """
 
     title: str
-    rows: Sequence[Row]
+    rows: Sequence[PanelRow]
     axis: str
     better: str
     logarithmic: bool = False
     note: str = ""
 
 
-def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
+def plot_figures(results: Mapping[str, Result], path: Path, source: str = "") -> None:
     """Draw all figures that ``results`` hold into the file ``path``; nothing where they hold none."""
     with plt.rc_context(STYLE):
-        figure = draw(results, source)
+        figure = draw_figures(results, source)
         if figure is not None:
             figure.savefig(path, dpi=150)
             plt.close(figure)
 
 
-def draw(results: Mapping[str, Result], source: str = "") -> Figure | None:
+def draw_figures(results: Mapping[str, Result], source: str = "") -> Figure | None:
     """Return the picture, a column for each part: kernels, and training steps beside their peers."""
-    columns = [column for column in (part(results) for part in (kernels, peers)) if column]
+    columns = [column for column in (part(results) for part in (kernel_panels, peer_panels)) if column]
     if not columns:
         return None
-    inches = max(sum(map(_height, column)) for column in columns) + _HEAD_INCHES
+    inches = max(sum(map(_panel_height, column)) for column in columns) + _HEAD_INCHES
     figure = plt.figure(figsize=(6.7 * len(columns), inches), layout="constrained")
     widths = [1.15, 1.0] if len(columns) == 2 else [1.0]
     places = figure.add_gridspec(1, len(columns), wspace=0.02, width_ratios=widths)
     for place, column in zip(places, columns, strict=True):
-        rows = place.subgridspec(len(column), 1, height_ratios=[_height(panel) for panel in column])
+        rows = place.subgridspec(len(column), 1, height_ratios=[_panel_height(panel) for panel in column])
         for row, panel in zip(rows, column, strict=True):
-            _draw(figure.add_subplot(row), panel)
+            _draw_panel(figure.add_subplot(row), panel)
     handles = [
         Line2D([], [], linewidth=0, marker=dot, color=colour, markerfacecolor=fill, markersize=7, label=name)
         for name, (colour, fill, dot) in LEGEND.items()
@@ -100,27 +100,27 @@ def draw(results: Mapping[str, Result], source: str = "") -> Figure | None:
     handles.append(Line2D([], [], color=TEXT, linewidth=1.2, label="parity"))
     handles.append(Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, mew=2.5, label="goal"))
     subject = "Medians of ratios within a round; several dots are several sizes or presets."
-    caption(figure, finding(results), subject, source, handles)
+    add_caption(figure, summarize_figures(results), subject, source, handles)
     return figure
 
 
-def finding(results: Mapping[str, Result]) -> str:
+def summarize_figures(results: Mapping[str, Result]) -> str:
     """Return what the picture shows, in a line: a training step beside its peers', where it was measured."""
     for name, result in sorted(results.items()):
-        own, others = ([slow for slow in _slow(result).values() if slow[1] is look] for look in (NPUZERO, PEER))
+        own, others = ([slow for slow in _slowdowns(result).values() if slow[1] is look] for look in (NPUZERO, PEER))
         if name.startswith("peers/") and own and others:
-            ours, theirs = (_range([value for value, _ in found]) for found in (own, others))
-            step = f"A training step ({_kind(result)}) takes"
+            ours, theirs = (_range_text([value for value, _ in found]) for found in (own, others))
+            step = f"A training step ({_step_kind(result)}) takes"
             return f"{step} {ours} times compute's under npuzero, {theirs} under its peers"
     return "npuzero's figures, and their goals"
 
 
-def kernels(results: Mapping[str, Result]) -> list[Panel]:
+def kernel_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
     """Return a panel for each group of figures that there is."""
     panels = [
-        Panel("Ops", figure_rows(results, "ops"), "times as fast as torch or DeepSpeed", "right"),
-        Panel("Ops, of memory's bandwidth", figure_rows(results, "share"), "share of a plain pass", "right"),
-        Panel(
+        FigurePanel("Ops", figure_rows(results, "ops"), "times as fast as torch or DeepSpeed", "right"),
+        FigurePanel("Ops, of memory's bandwidth", figure_rows(results, "share"), "share of a plain pass", "right"),
+        FigurePanel(
             "Collectives, shared memory, 16–64 MiB",
             figure_rows(results, "comm"),
             "times as fast as gloo or DeepSpeed",
@@ -128,14 +128,16 @@ def kernels(results: Mapping[str, Result]) -> list[Panel]:
             logarithmic=True,
             note="in place",
         ),
-        Panel("A training step, presets", figure_rows(results, "step"), "time over ranks that compute alone", "left"),
+        FigurePanel(
+            "A training step, presets", figure_rows(results, "step"), "time over ranks that compute alone", "left"
+        ),
     ]
     return [panel for panel in panels if panel.rows]
 
 
-def figure_rows(results: Mapping[str, Result], group: str) -> list[Row]:
+def figure_rows(results: Mapping[str, Result], group: str) -> list[PanelRow]:
     """Return a row for each ratio of ``group`` that there is; both ways of a collective in one."""
-    found: dict[str, Row] = {}
+    found: dict[str, PanelRow] = {}
     for figure in FIGURES:
         timed = figure.group == group and (figure.presets or group != "step")  # not what a step holds
         values = figure.measured(results) if timed else []
@@ -144,30 +146,30 @@ def figure_rows(results: Mapping[str, Result], group: str) -> list[Row]:
         name, ways = figure.name.removesuffix(_WAY), group == "comm"
         look = SLOTS if ways and name == figure.name else NPUZERO
         dots = {**(found[name].dots if name in found else {}), look: values}
-        found[name] = Row(name, dots, figure.goal, _range(values))
+        found[name] = PanelRow(name, dots, figure.goal, _range_text(values))
     return list(found.values())
 
 
-def peers(results: Mapping[str, Result]) -> list[Panel]:
+def peer_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
     """Return a panel for each comparison with peers, the quickest first."""
     panels = []
     for name, result in sorted(results.items()):
         if name.startswith("peers/"):
-            slow = _slow(result)
+            slow = _slowdowns(result)
             rows = [
-                Row(
-                    called(who),
+                PanelRow(
+                    contender_label(who),
                     {slow[who][1]: [slow[who][0]]},
-                    note=f"{slow[who][0]:.2f}   {_megabytes(result, who)}",
+                    note=f"{slow[who][0]:.2f}   {_format_peak(result, who)}",
                 )
                 for who in sorted(slow, key=lambda who: slow[who][0])
             ]
-            title = f"{_kind(result)}, beside peers"
-            panels.append(Panel(title, rows, f"time over {result.baseline}", "left", note="time   MB a rank"))
+            title = f"{_step_kind(result)}, beside peers"
+            panels.append(FigurePanel(title, rows, f"time over {result.baseline}", "left", note="time   MB a rank"))
     return panels
 
 
-def source_of(machine: Mapping[str, Any] | None) -> str:
+def describe_machine(machine: Mapping[str, Any] | None) -> str:
     """Return on what a record was taken, in a line; nothing where it is not known."""
     if machine is None:
         return ""
@@ -175,7 +177,7 @@ def source_of(machine: Mapping[str, Any] | None) -> str:
     return f"Measured on {facts}; commit {machine['commit'] or 'of a release'}."
 
 
-def _slow(result: Result) -> dict[str, tuple[float, Look]]:
+def _slowdowns(result: Result) -> dict[str, tuple[float, Look]]:
     """How many times as long as the baseline each contender takes, and how that is drawn."""
     return {
         name: (result.slowdown(name).median, NPUZERO if name.startswith("npuzero") else PEER)
@@ -184,25 +186,25 @@ def _slow(result: Result) -> dict[str, tuple[float, Look]]:
     }
 
 
-def _kind(result: Result) -> str:
+def _step_kind(result: Result) -> str:
     return result.title.removeprefix("training step, ")
 
 
-def _megabytes(result: Result, name: str) -> str:
+def _format_peak(result: Result, name: str) -> str:
     looked = result.values[name]
     return f"{(looked['peak_bytes'] - looked['base_bytes']) / 1e6:.0f}" if "peak_bytes" in looked else "–"
 
 
-def _range(values: Sequence[float]) -> str:
+def _range_text(values: Sequence[float]) -> str:
     least, most = f"{min(values):.2f}", f"{max(values):.2f}"
     return least if least == most else f"{least}–{most}"
 
 
-def _height(panel: Panel) -> float:
+def _panel_height(panel: FigurePanel) -> float:
     return len(panel.rows) * _ROW_INCHES + _PANEL_INCHES
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: FigurePanel) -> None:
     """Draw one panel: dots and their ranges, goals, the line of parity, notes at the right."""
     for place, row in enumerate(panel.rows):
         for (colour, fill, dot), values in row.dots.items():
@@ -240,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     records = [Record.read(path) for path in options.records]
     results = {result.name: result for record in records for result in record.results}
-    tiers.plot(results, options.out, measured_on(records, set(results)))
+    tiers.plot_tiers(results, options.out, describe_records(records, set(results)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from npuzero.planner.published import Table, ordered
+from npuzero.planner.published import PublishedTable, count_ordered_pairs
 
 #: On which row of each table one constant is calibrated: the part of their peak that devices sustain.
 CALIBRATION = {"internevo": "tp=1 zero1=8, 8", "narayanan2021": "18.4B"}
@@ -24,24 +24,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    found = {name: compared(Table.named(name), CALIBRATION[name]) for name in Table.names()}
-    print(json.dumps(found, indent=2) if options.json else "\n\n".join(map(render, found.values())))
+    found = {name: compare_table(PublishedTable.named(name), CALIBRATION[name]) for name in PublishedTable.names()}
+    print(json.dumps(found, indent=2) if options.json else "\n\n".join(map(render_published, found.values())))
 
 
-def compared(table: Table, calibration: str) -> dict[str, Any]:
+def compare_table(table: PublishedTable, calibration: str) -> dict[str, Any]:
     """Return a table's rows beside what the clock says of them, and how far apart they are."""
     calibrated = table.calibrated(calibration)
     rows = [
         {"row": row.name, "published": row.published, "clock": round(table.predict(row), 1), "doubt": row.doubt}
         for row in table.rows
     ]
-    right, pairs = ordered([(row.published, table.predict(row)) for row in table.judged])
+    right, pairs = count_ordered_pairs([(row.published, table.predict(row)) for row in table.judged])
     return {
         "table": table.name,
         "unit": table.unit,
         "source": table.source,
-        "as it comes": _summary(table),
-        f"calibrated on {calibration}": _summary(calibrated)
+        "as it comes": _summarize_errors(table),
+        f"calibrated on {calibration}": _summarize_errors(calibrated)
         | {"sustained": round(calibrated.cluster.device.sustained, 3)},
         "pairs that differ by more than 5 %": {"right": right, "of": pairs},
         "rows": rows,
@@ -49,13 +49,13 @@ def compared(table: Table, calibration: str) -> dict[str, Any]:
     }
 
 
-def _summary(table: Table) -> dict[str, float]:
+def _summarize_errors(table: PublishedTable) -> dict[str, float]:
     errors = [abs(error) for error in table.errors().values()]
     near = sum(error <= 0.05 for error in errors) / len(errors)
     return {"mean": round(statistics.mean(errors), 4), "most": round(max(errors), 4), "within 5 %": round(near, 3)}
 
 
-def render(found: dict[str, Any]) -> str:
+def render_published(found: dict[str, Any]) -> str:
     """Return a comparison as text."""
     lines = [f"{found['table']} ({found['unit']}; {found['source']})"]
     for row in sorted(found["rows"], key=lambda row: bool(row["doubt"])):

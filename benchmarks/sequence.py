@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.beside import AxisContender, add_axis_comparison_options, format_sides, measure_sides
 from benchmarks.axes.contenders import RANKS
-from benchmarks.axes.llama import Llama
-from npuzero.bench import Record, fingerprint, typed
+from benchmarks.axes.llama import LlamaSizes
+from npuzero.bench import Record, format_command, machine_fingerprint
 
 SIZES: dict[str, Any] = {
     "dim": 1536,
@@ -35,24 +35,24 @@ OWN, APART = "isp", "zero3"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_axis_comparison_options(parser)
     parser.set_defaults(**SIZES, visit=0.0, seconds=90.0)
     options = parser.parse_args(arguments)
-    record = Record.begin("sequence", typed(), fingerprint())
-    shared = Llama.of(options)
+    record = Record.begin("sequence", format_command(), machine_fingerprint())
+    shared = LlamaSizes.of(options)
     apart = replace(shared, sequence=shared.sequence // RANKS)
-    sides = [Side(APART, "zero3", apart, 1), Side(OWN, "isp", shared, RANKS)]
+    sides = [AxisContender(APART, "zero3", apart, 1), AxisContender(OWN, "isp", shared, RANKS)]
     title = f"step on sequences of {shared.sequence} that {RANKS} ranks share, {shared.precision}"
-    result = measure("sequence", title, sides, options)
-    result.parameters["work"] = work(shared) / work(apart)
+    result = measure_sides("sequence", title, sides, options)
+    result.parameters["work"] = token_multiplications(shared) / token_multiplications(apart)
     record.results.append(result)
-    print(told(result))
+    print(format_sides(result))
     print(f"{OWN}: {result.slowdown(OWN).median:.3f} of {APART}; goal {GOAL}; work {result.parameters['work']:.3f}")
     if options.out is not None:
         record.write(options.out)
 
 
-def work(sizes: Llama) -> float:
+def token_multiplications(sizes: LlamaSizes) -> float:
     """Return the multiplications of a token's forward: of the Linears, and of causal attention, at the mean."""
     features = sizes.dim * sizes.key_value_heads // sizes.heads
     linears = sizes.layers * (2 * sizes.dim * (sizes.dim + features) + 3 * sizes.dim * sizes.hidden)

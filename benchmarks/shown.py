@@ -24,7 +24,7 @@ _SHOWN = re.compile(r"^```(sh|python)\n((?:(?!```).)*)^```\n\n```text\n(.*?)^```
 _PIPE = re.compile(r"(?P<command>npuzero .*?)(?: \| grep -E '(?P<pattern>[^']*)')?")
 
 
-def written(page: str) -> str:
+def rewrite_page(page: str) -> str:
     """Return a page with what its commands and programs print now.
 
     Raises:
@@ -34,23 +34,27 @@ def written(page: str) -> str:
     def put(found: re.Match[str]) -> str:
         kind, code = found[1], found[2]
         namespace: dict[str, Any] = {"__name__": "__main__"}
-        printed = _printed(lambda: exec(code, namespace)) if kind == "python" else "".join(map(_run, _lines(code)))
+        printed = (
+            _capture_stdout(lambda: exec(code, namespace))
+            if kind == "python"
+            else "".join(map(_run_shown_command, _command_lines(code)))
+        )
         return f"```{kind}\n{code}```\n\n```text\n{printed}```"
 
     return _SHOWN.sub(put, page)
 
 
-def outputs(page: str) -> str:
+def page_outputs(page: str) -> str:
     """Return all that a page shows as printed."""
     return "".join(found[3] for found in _SHOWN.finditer(page))
 
 
-def _lines(code: str) -> list[str]:
+def _command_lines(code: str) -> list[str]:
     """Return the commands of a block, each on a line of its own after a backslash at its end."""
     return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def _run(line: str) -> str:
+def _run_shown_command(line: str) -> str:
     """Return what a command prints, with the lines that a pattern leaves."""
     found = _PIPE.fullmatch(re.sub(r"\s+", " ", line.strip()))
     if found is None:
@@ -60,11 +64,11 @@ def _run(line: str) -> str:
         if npuzero(shlex.split(found["command"])[1:]):
             raise ValueError(f"it failed: {line}")
 
-    lines = _printed(call).splitlines(keepends=True)
+    lines = _capture_stdout(call).splitlines(keepends=True)
     return "".join(each for each in lines if found["pattern"] is None or re.search(found["pattern"], each))
 
 
-def _printed(call: Callable[[], object]) -> str:
+def _capture_stdout(call: Callable[[], object]) -> str:
     told = io.StringIO()
     with redirect_stdout(told):
         call()
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", type=Path, nargs="+")
     for path in parser.parse_args(arguments).pages:
-        path.write_text(written(path.read_text("utf-8")), "utf-8")
+        path.write_text(rewrite_page(path.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

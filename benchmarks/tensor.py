@@ -15,10 +15,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.axes.beside import Side, add_options, measure, told, told_beside
+from benchmarks.axes.beside import (
+    AxisContender,
+    add_axis_comparison_options,
+    format_sides,
+    format_time_and_memory,
+    measure_sides,
+)
 from benchmarks.axes.contenders import RANKS
-from benchmarks.axes.llama import Llama
-from npuzero.bench import Record, fingerprint, typed
+from benchmarks.axes.llama import LlamaSizes
+from npuzero.bench import Record, format_command, machine_fingerprint
 
 GOAL = 0.8
 OWN, GLOO, SHM = "npuzero", "torch", 'torch on "shm"'
@@ -27,17 +33,17 @@ CONTENDERS = {GLOO: "torch", SHM: "torch-shm", OWN: "mtp"}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_axis_comparison_options(parser)
     parser.set_defaults(rounds=40)
     options = parser.parse_args(arguments)
-    record = Record.begin("tensor", typed(), fingerprint())
-    sizes = Llama.of(options)
-    sides = [Side(name, contender, sizes, RANKS) for name, contender in CONTENDERS.items()]
+    record = Record.begin("tensor", format_command(), machine_fingerprint())
+    sizes = LlamaSizes.of(options)
+    sides = [AxisContender(name, contender, sizes, RANKS) for name, contender in CONTENDERS.items()]
     title = f"step over {RANKS} tensor ranks of {options.ranks}, {sizes.precision}, batch {sizes.batch}"
-    result = measure(f"tensor/{sizes.precision}-{options.ranks}", title, sides, options)
+    result = measure_sides(f"tensor/{sizes.precision}-{options.ranks}", title, sides, options)
     record.results.append(result)
-    print(told(result))
-    print(told_beside(result, OWN, (GLOO, SHM), GOAL))
+    print(format_sides(result))
+    print(format_time_and_memory(result, OWN, (GLOO, SHM), GOAL))
     if options.out is not None:
         record.write(options.out)
 

@@ -32,9 +32,20 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.step.memory import page_faults
-from benchmarks.step.work import Rank
-from benchmarks.step.workload import Workload
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, check_equal, fingerprint, python_worker, run, typed
+from benchmarks.step.work import StepRank
+from benchmarks.step.workload import GPTWorkload
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    Result,
+    Team,
+    check_equal,
+    format_command,
+    machine_fingerprint,
+    python_worker,
+    run_benchmark,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "compute only"
@@ -45,7 +56,7 @@ SWITCHES = {"sleeps": "voluntary_ctxt_switches:", "put aside": "nonvoluntary_ctx
 
 
 @dataclass(frozen=True)
-class LlamaWorkload(Workload):
+class LlamaWorkload(GPTWorkload):
     """A transformers Llama in place of the plain GPT."""
 
     dim: int = 384
@@ -56,13 +67,13 @@ class LlamaWorkload(Workload):
 
     def model(self) -> nn.Module:  # type: ignore[override]
         torch.manual_seed(0)
-        return Llama(self)
+        return LlamaWithLogits(self)
 
 
-class Llama(nn.Module):
+class LlamaWithLogits(nn.Module):
     """int64[B, T] -> logits f32[B, T, V]."""
 
-    def __init__(self, sizes: Workload) -> None:
+    def __init__(self, sizes: GPTWorkload) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
@@ -88,19 +99,19 @@ def make(rank: int, size: int, options: dict[str, Any]) -> CountedRank:
     return CountedRank(rank, options, LlamaWorkload)
 
 
-class CountedRank(Rank):
+class CountedRank(StepRank):
     """Takes steps, and tells what its threads did in them."""
 
     def count(self, steps: int) -> dict[str, float]:
         """Per step: seconds of CPU and switches of each kind of thread, page faults."""
-        before = counts()
+        before = thread_counts()
         for _ in range(steps):
             self.run()
-        after = counts()
+        after = thread_counts()
         return {key: (after[key] - before[key]) / steps for key in sorted(after)}
 
 
-def counts() -> Counter[str]:
+def thread_counts() -> Counter[str]:
     """What this process's threads have done since they began, as "<what> of <thread>"."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: Counter[str] = Counter({"page faults": page_faults()})
@@ -125,18 +136,18 @@ def main() -> None:
     parser.add_argument("--counted", type=int, default=20, help="steps that are counted")
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
     options = parser.parse_args()
-    record = Record.begin("threads", typed(), fingerprint())
-    record.results.append(measure(options))
-    print(table(record.results[0]))
+    record = Record.begin("threads", format_command(), machine_fingerprint())
+    record.results.append(measure_threads(options))
+    print(threads_table(record.results[0]))
     if options.out is not None:
         record.write(options.out)
 
 
-def measure(options: argparse.Namespace) -> Result:
+def measure_threads(options: argparse.Namespace) -> Result:
     """Times all contenders in rounds, then counts each."""
     workload = LlamaWorkload.of(options)
     with ExitStack() as stack:
-        teams = {name: stack.enter_context(team(name, workload, options.ranks)) for name in CONTENDERS}
+        teams = {name: stack.enter_context(thread_team(name, workload, options.ranks)) for name in CONTENDERS}
 
         def check() -> str:
             """Both presets learn the same: how states are cut moves no bit."""
@@ -149,13 +160,13 @@ def measure(options: argparse.Namespace) -> Result:
         facts = asdict(workload) | {"ranks": options.ranks, "threads": 1, "counted": options.counted}
         facts["onednn_max_cpu_isa"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
         title = f"transformers Llama, {workload.precision}, batch {workload.batch} x {workload.sequence} a rank"
-        result = run(Benchmark("threads/llama", title, contenders, BASELINE, check, facts), effort)
+        result = run_benchmark(Benchmark("threads/llama", title, contenders, BASELINE, check, facts), effort)
         for name, of in teams.items():
-            result.values[name] = mean(of.ask("count", steps=options.counted))
+            result.values[name] = mean_counts(of.ask("count", steps=options.counted))
     return result
 
 
-def team(name: str, workload: Workload, ranks: int) -> Team:
+def thread_team(name: str, workload: GPTWorkload, ranks: int) -> Team:
     """The ranks of a contender, on one thread each."""
     contender = f"benchmarks.step.contenders:{CONTENDERS[name]}"
     return Team(
@@ -168,13 +179,13 @@ def team(name: str, workload: Workload, ranks: int) -> Team:
     )
 
 
-def mean(counted: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_counts(counted: Sequence[dict[str, float]]) -> dict[str, float]:
     """Of all ranks."""
     keys = sorted({key for one in counted for key in one})
     return {key: statistics.fmean(one.get(key, 0.0) for one in counted) for key in keys}
 
 
-def table(result: Result) -> str:
+def threads_table(result: Result) -> str:
     """For people."""
     lines = [f"{result.title}; {len(result.seconds[BASELINE])} rounds; per step and rank"]
     for name in result.seconds:

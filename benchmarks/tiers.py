@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from benchmarks.goals import costs, exact
+from benchmarks.goals import added_seconds, find_exact_contender
 from npuzero.bench import Result
-from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, caption
+from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, add_caption
 
 STEP, WATER = "nvme/step-", "highwater"
 #: Contenders by the names that their users know.
@@ -33,19 +33,19 @@ BEHIND = {"deepspeed": 2.0, "mapped": 3.0, "mapped-dropped": 3.0}
 _BAR_INCHES, _PANEL_INCHES, _HEAD_INCHES, _LEAST_INCHES = 0.42, 1.0, 1.3, 3.2
 
 
-def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
+def plot_tiers(results: Mapping[str, Result], path: Path, source: str = "") -> None:
     """Draw the picture of ``results`` into the file ``path``."""
     with plt.rc_context(STYLE):
-        figure = draw(results, source)
+        figure = draw_tiers(results, source)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def draw(results: Mapping[str, Result], source: str = "") -> Figure:
+def draw_tiers(results: Mapping[str, Result], source: str = "") -> Figure:
     """Return the picture: a panel for each precision's steps, and one of memory, of those that there are."""
     steps = [result for name, result in sorted(results.items(), reverse=True) if name.startswith(STEP)]
     water = results.get(WATER)
-    heights = [_PANEL_INCHES + _BAR_INCHES * len(shown(result)) for result in steps]
+    heights = [_PANEL_INCHES + _BAR_INCHES * len(drawn_costs(result)) for result in steps]
     columns = bool(steps) + (water is not None)
     inches = max(sum(heights), _LEAST_INCHES) + _HEAD_INCHES
     figure = plt.figure(figsize=(6.7 * columns, inches), layout="constrained")
@@ -59,26 +59,28 @@ def draw(results: Mapping[str, Result], source: str = "") -> Figure:
     handles = [Patch(color=OWN, label="npuzero"), Patch(color=OTHER, label="others")]
     handles.append(Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, mew=2.5, label="goal, at least"))
     subject = "Seconds of a step beyond computing alone, one disk; medians of rounds."
-    caption(figure, finding(results), subject, source, handles if steps else ())
+    add_caption(figure, summarize_tiers(results), subject, source, handles if steps else ())
     return figure
 
 
-def shown(result: Result) -> dict[str, float]:
+def drawn_costs(result: Result) -> dict[str, float]:
     """Return what those that are drawn add to a step."""
-    found = costs(result)
+    found = added_seconds(result)
     return {name: found[name] for name in CALLED if name in found}
 
 
-def behind(result: Result) -> dict[str, float]:
+def cost_ratios(result: Result) -> dict[str, float]:
     """Return how many times what npuzero adds the others add."""
-    found = costs(result)
-    own = found.get(exact(result))
+    found = added_seconds(result)
+    own = found.get(find_exact_contender(result))
     return {} if own is None else {name: found[name] / own for name in BEHIND if name in found}
 
 
-def finding(results: Mapping[str, Result]) -> str:
+def summarize_tiers(results: Mapping[str, Result]) -> str:
     """Return what the picture shows, in a line."""
-    times = [value for name, result in results.items() if name.startswith(STEP) for value in behind(result).values()]
+    times = [
+        value for name, result in results.items() if name.startswith(STEP) for value in cost_ratios(result).values()
+    ]
     if times:
         least, most = min(times), max(times)
         span = f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
@@ -93,8 +95,8 @@ def finding(results: Mapping[str, Result]) -> str:
 
 def _draw_costs(axes: Axes, result: Result) -> None:
     """Draw a bar for each contender, with its goal."""
-    seconds, times = shown(result), behind(result)
-    own = seconds.get(exact(result))
+    seconds, times = drawn_costs(result), cost_ratios(result)
+    own = seconds.get(find_exact_contender(result))
     for place, (name, value) in enumerate(seconds.items()):
         axes.barh(place, value, height=0.62, color=OTHER if name in BEHIND else OWN)
         note = f"{value:.2f} s" + (f", {times[name]:.1f} times" if name in times else "")

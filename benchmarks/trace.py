@@ -23,10 +23,10 @@ from typing import Any
 from matplotlib.patches import Patch
 
 from benchmarks.axes import schedule_picture
-from benchmarks.plot import Axes, Figure, plt, source_of  # first: it chooses matplotlib's backend
-from npuzero.cli.palette import PAPER, PARTS, STYLE, TEXT, WORK, caption, ink
+from benchmarks.plot import Axes, Figure, describe_machine, plt  # first: it chooses matplotlib's backend
+from npuzero.cli.palette import PAPER, PARTS, STYLE, TEXT, WORK, add_caption, text_colour
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import Schedule, Timed, Timeline, schedule
+from npuzero.parallel.schedule import PipelineSchedule, ScheduleTimeline, TimedAction, schedule
 
 PHASES = ("forward", "backward", "update")
 #: What the loop waits in, by category. It computes in the rest of a phase: a wait is never both.
@@ -45,7 +45,7 @@ _NEAR = 1 / 50  # of a step: waits so near to each other share a label
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Describe a time of one rank, in milliseconds from the begin of the step."""
 
     rank: int
@@ -67,15 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = json.loads(options.trace.read_text("utf-8"))
     if planned := content.get("otherData", {}).get("schedule"):
         table = schedule(**planned)
-        schedule_picture.plot(table, as_it_ran(content["traceEvents"], table), options.out, content["otherData"])
+        schedule_picture.plot_schedule(
+            table, measured_timeline(content["traceEvents"], table), options.out, content["otherData"]
+        )
         return
     with plt.rc_context(STYLE):
-        figure = draw(last_step(content["traceEvents"]), content.get("otherData", {}))
+        figure = draw_trace(last_step(content["traceEvents"]), content.get("otherData", {}))
         figure.savefig(options.out, dpi=150)
         plt.close(figure)
 
 
-def as_it_ran(events: Iterable[Mapping[str, Any]], table: Schedule) -> Timeline:
+def measured_timeline(events: Iterable[Mapping[str, Any]], table: PipelineSchedule) -> ScheduleTimeline:
     """Return when the acts of a trace's last step ran, in seconds, on the first rank of those that share a stage.
 
     An act begins when what it takes has come; until then its rank waits.
@@ -93,19 +95,23 @@ def as_it_ran(events: Iterable[Mapping[str, Any]], table: Schedule) -> Timeline:
             name, pid = f"{act.kind} {act.stage} #{act.micro}", rank * shared
             if (pid, name) not in last:
                 raise ConfigError("trace", expected=f"{name!r} on rank {pid}", got="none", do="Take the trace anew.")
-            begin, end = _ends(last[pid, name])
+            begin, end = _span_seconds(last[pid, name])
             before = act.stage - 1 if act.kind == "F" else act.stage + 1
             came = last.get((pid, f"stage {before}>{act.stage} #{act.micro}"))
-            acts.append(Timed(rank, act, begin if came is None or act.kind == "W" else max(begin, _ends(came)[1]), end))
-    return Timeline(tuple(acts))
+            acts.append(
+                TimedAction(
+                    rank, act, begin if came is None or act.kind == "W" else max(begin, _span_seconds(came)[1]), end
+                )
+            )
+    return ScheduleTimeline(tuple(acts))
 
 
-def _ends(event: Mapping[str, Any]) -> tuple[float, float]:
+def _span_seconds(event: Mapping[str, Any]) -> tuple[float, float]:
     """Return a span's begin and end in seconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
-def last_step(events: Iterable[Mapping[str, Any]]) -> list[Span]:
+def last_step(events: Iterable[Mapping[str, Any]]) -> list[TraceSpan]:
     """Return the spans that touch the trace's last step, from the first rank's forward to the last one's update."""
     found = [event for event in events if event["ph"] == "X"]
     phases = [event for event in found if event["cat"] == "step" and event["name"] in PHASES]
@@ -117,13 +123,13 @@ def last_step(events: Iterable[Mapping[str, Any]]) -> list[Span]:
     ]
     begin, end = min(event["ts"] for event in last), max(event["ts"] + event["dur"] for event in last)
     return [
-        Span(e["pid"], e["cat"], e["name"], max(0.0, e["ts"] - begin) / 1000, (e["ts"] + e["dur"] - begin) / 1000)
+        TraceSpan(e["pid"], e["cat"], e["name"], max(0.0, e["ts"] - begin) / 1000, (e["ts"] + e["dur"] - begin) / 1000)
         for e in found
         if begin < e["ts"] + e["dur"] and e["ts"] < end and (e["cat"] != "step" or e in last)
     ]
 
 
-def without(span: Span, gaps: Iterable[Span]) -> list[tuple[float, float]]:
+def subtract_spans(span: TraceSpan, gaps: Iterable[TraceSpan]) -> list[tuple[float, float]]:
     """Return the parts of ``span`` outside ``gaps``, as begin and end."""
     parts, begin = [], span.begin
     for gap in sorted(gaps, key=lambda gap: gap.begin):
@@ -135,9 +141,9 @@ def without(span: Span, gaps: Iterable[Span]) -> list[tuple[float, float]]:
     return [*parts, (begin, span.end)] if begin < span.end else parts
 
 
-def together(spans: Iterable[Span], near: float) -> list[tuple[float, float]]:
+def merge_near_spans(spans: Iterable[TraceSpan], near: float) -> list[tuple[float, float]]:
     """Return middle and length of what spans take that follow each other within ``near`` milliseconds."""
-    found: list[list[Span]] = []
+    found: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         if found and span.begin - found[-1][-1].end < near:
             found[-1].append(span)
@@ -146,24 +152,24 @@ def together(spans: Iterable[Span], near: float) -> list[tuple[float, float]]:
     return [((group[0].begin + group[-1].end) / 2, sum(span.length for span in group)) for group in found]
 
 
-def waited(spans: Iterable[Span]) -> float:
+def waiting_ms(spans: Iterable[TraceSpan]) -> float:
     """Return for how long the loop waits, in milliseconds."""
     return sum(span.length for span in spans if span.category in WAITS)
 
 
-def communicating(spans: Iterable[Span]) -> float:
+def communicating_ms(spans: Iterable[TraceSpan]) -> float:
     """Return for how long collectives run, in milliseconds."""
     kinds = {category for category, _ in COLLECTIVES.values()}
     return sum(span.length for span in spans if span.category in kinds)
 
 
-def finding(spans: Sequence[Span]) -> str:
+def summarize_trace(spans: Sequence[TraceSpan]) -> str:
     """Return what the picture shows, in a line."""
-    hidden = max(0.0, 1 - waited(spans) / communicating(spans))
+    hidden = max(0.0, 1 - waiting_ms(spans) / communicating_ms(spans))
     return f"{hidden:.0%} of communication runs beside compute; for the rest the loop waits"
 
 
-def draw(spans: Sequence[Span], facts: Mapping[str, Any]) -> Figure:
+def draw_trace(spans: Sequence[TraceSpan], facts: Mapping[str, Any]) -> Figure:
     """Return the picture: a band for each rank, a row for its loop and one for each kind of collective.
 
     Args:
@@ -176,9 +182,11 @@ def draw(spans: Sequence[Span], facts: Mapping[str, Any]) -> Figure:
     )
     end = max(span.end for span in spans if span.category == "step")
     for rank, axes in zip(ranks, bands[:, 0], strict=True):
-        _band(axes, [span for span in spans if span.rank == rank], end)
+        _draw_rank(axes, [span for span in spans if span.rank == rank], end)
         own = [span for span in spans if span.rank == rank]
-        axes.set_title(f"Rank {rank}: {communicating(own):.0f} ms of collectives, {waited(own):.0f} ms waited for")
+        axes.set_title(
+            f"Rank {rank}: {communicating_ms(own):.0f} ms of collectives, {waiting_ms(own):.0f} ms waited for"
+        )
     bands[-1, 0].set_xlabel("ms from the step's start · numbers: the blocks whose parameters or gradients travel")
     legend = [
         Patch(color=WORK["compute"], label="the loop computes"),
@@ -186,32 +194,32 @@ def draw(spans: Sequence[Span], facts: Mapping[str, Any]) -> Figure:
         Patch(color=PARTS["parameters"], label="parameters travel (all_gather)"),
         Patch(color=PARTS["gradients"], label="gradients travel (reduce_scatter)"),
     ]
-    caption(figure, finding(spans), facts.get("title", ""), source_of(facts.get("machine")), legend)
+    add_caption(figure, summarize_trace(spans), facts.get("title", ""), describe_machine(facts.get("machine")), legend)
     return figure
 
 
-def _band(axes: Axes, spans: Sequence[Span], end: float) -> None:
+def _draw_rank(axes: Axes, spans: Sequence[TraceSpan], end: float) -> None:
     """Draw one rank."""
     waits = [span for span in spans if span.category in WAITS and span.length > end * _SEEN]
-    above = [(middle, f"wait {length:.0f} ms") for middle, length in together(waits, end * _NEAR)]
+    above = [(middle, f"wait {length:.0f} ms") for middle, length in merge_near_spans(waits, end * _NEAR)]
     for phase in (span for span in spans if span.category == "step"):
-        parts = [(begin, until - begin) for begin, until in without(phase, waits)]
+        parts = [(begin, until - begin) for begin, until in subtract_spans(phase, waits)]
         axes.broken_barh(parts, (-_HEIGHT / 2, _HEIGHT), color=WORK["compute"], linewidth=0)
         axes.vlines(phase.end, -_HEIGHT / 2, _HEIGHT / 2, color=PAPER, linewidth=2)
         begin, length = max(parts, key=lambda part: part[1])
         if length > end / 18:
-            look = {"ha": "center", "va": "center_baseline", "color": ink(WORK["compute"]), "fontsize": 10}
+            look = {"ha": "center", "va": "center_baseline", "color": text_colour(WORK["compute"]), "fontsize": 10}
             axes.text(begin + length / 2, 0, phase.name, **look)
         else:
-            above.append(_label(phase, phase.name))
+            above.append(_place_label(phase, phase.name))
     where = [(span.begin, span.length) for span in waits]
     axes.broken_barh(where, (-_HEIGHT / 2, _HEIGHT), **WAITING)
-    _above(axes, 0, above, end)
+    _draw_labels(axes, 0, above, end)
     for row, (category, colour) in enumerate(COLLECTIVES.values(), 1):
         kind = [span for span in spans if span.category == category]
         where = [(span.begin, max(span.length, end * _SEEN)) for span in kind]
         axes.broken_barh(where, (row - _HEIGHT / 2, _HEIGHT), color=colour, linewidth=0)
-        _above(axes, row, [_label(span, short(span.name)) for span in kind], end)
+        _draw_labels(axes, row, [_place_label(span, short_span_name(span.name)) for span in kind], end)
     axes.set_yticks(range(1 + len(COLLECTIVES)), [LOOP, *COLLECTIVES])
     axes.set(xlim=(0, end * 1.005), ylim=(len(COLLECTIVES) + 0.45, -0.75))
     axes.spines["left"].set_visible(False)
@@ -219,18 +227,18 @@ def _band(axes: Axes, spans: Sequence[Span], end: float) -> None:
     axes.grid(axis="x")
 
 
-def short(name: str) -> str:
+def short_span_name(name: str) -> str:
     """Return what is left of a span's name where its row says the rest: ``"gather blocks.3"`` is ``"3"``."""
     return {"parameters in use": "vote", "gradient norm": "norm"}.get(
         name, name.rpartition(" ")[2].partition("[")[0].rpartition(".")[2]
     )
 
 
-def _label(span: Span, text: str) -> tuple[float, str]:
+def _place_label(span: TraceSpan, text: str) -> tuple[float, str]:
     return (span.begin + span.end) / 2, text
 
 
-def _above(axes: Axes, row: int, labels: Iterable[tuple[float, str]], end: float) -> None:
+def _draw_labels(axes: Axes, row: int, labels: Iterable[tuple[float, str]], end: float) -> None:
     """Write a row's labels above its bars; one that would meet the one before it moves right, none leaves the axes."""
     placed, free = [], 0.0
     for x, text in sorted(labels):

@@ -22,45 +22,45 @@ from torch import nn
 
 import npuzero
 from benchmarks.step import memory
-from npuzero.bench import fingerprint
+from npuzero.bench import machine_fingerprint
 from npuzero.comm import World
 
 Figures = dict[str, Any]
 
 
-def measure(world: World, folder: Path, width: int, layers: int) -> Figures:
+def measure_weights(world: World, folder: Path, width: int, layers: int) -> Figures:
     """Figures of ``layers`` matrices of ``width`` x ``width`` in float32; collective. Files stay in ``folder``."""
     # What is made once, whatever the size: communicators, buffers of slots.
     warm = npuzero.zero(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 3, world=world)
     npuzero.export(warm, folder / "warm.safetensors")
-    made, read = (_on_meta(width, layers) for _ in range(2))
+    made, read = (_meta_linears(width, layers) for _ in range(2))
     tensor = width * width * 4
     return {
         "ranks": world.size,
         "tensor_bytes": tensor,
         "model_bytes": layers * tensor,
-        "initialise": _peak(world, lambda: npuzero.zero(made, 3, world=world)),
-        "export": _peak(world, lambda: npuzero.export(made, folder)),
-        "import": _peak(world, lambda: npuzero.zero(read, 3, world=world, weights=folder)),
+        "initialise": _measure_peak(world, lambda: npuzero.zero(made, 3, world=world)),
+        "export": _measure_peak(world, lambda: npuzero.export(made, folder)),
+        "import": _measure_peak(world, lambda: npuzero.zero(read, 3, world=world, weights=folder)),
     }
 
 
-def _on_meta(width: int, layers: int) -> nn.Module:
+def _meta_linears(width: int, layers: int) -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
-def _peak(world: World, work: Callable[[], Any]) -> Figures:
+def _measure_peak(world: World, work: Callable[[], Any]) -> Figures:
     """What ``work`` left, and the most that it needed beyond that."""
     device = world.device
-    memory.reset(device)
-    begin_s, before = time.perf_counter(), memory.now_bytes(device)
+    memory.reset_peak_bytes(device)
+    begin_s, before = time.perf_counter(), memory.current_resident_bytes(device)
     world.exchange(None)
     work()
     world.exchange(None)
-    seconds, peak = time.perf_counter() - begin_s, memory.peak_bytes(device)
-    memory.reset(device)  # gives free memory back
-    after = memory.now_bytes(device)
+    seconds, peak = time.perf_counter() - begin_s, memory.peak_resident_bytes(device)
+    memory.reset_peak_bytes(device)  # gives free memory back
+    after = memory.current_resident_bytes(device)
     return {"seconds": seconds, "kept_bytes": after - before, "beyond_bytes": peak - after}
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     world = npuzero.init("cpu")
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.exchange(own)[0])
-        figures = measure(world, folder, options.width, options.layers) | {"machine": fingerprint()}
+        figures = measure_weights(world, folder, options.width, options.layers) | {"machine": machine_fingerprint()}
         world.exchange(None)
     if world.rank == 0:
         text = json.dumps(figures, indent=1)

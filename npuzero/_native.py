@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from npuzero import device as devices
-from npuzero.config import environment
+from npuzero.config import read_environment
 from npuzero.device import kernels as npu_kernels
 from npuzero.errors import ConfigError, CoreMissing, KernelUnavailable
 
@@ -62,7 +62,7 @@ host: Any = _C.host
 io: Any = _C.io
 
 
-def view(tensor: torch.Tensor) -> _C.View:
+def tensor_view(tensor: torch.Tensor) -> _C.View:
     """Return pointer, count, dtype and device of a contiguous tensor, which the caller keeps alive.
 
     Raises:
@@ -72,8 +72,8 @@ def view(tensor: torch.Tensor) -> _C.View:
 
 
 def optional_view(tensor: torch.Tensor | None) -> _C.View | None:
-    """Return ``view``, or None for None."""
-    return None if tensor is None else view(tensor)
+    """Return ``tensor_view``, or None for None."""
+    return None if tensor is None else tensor_view(tensor)
 
 
 def device_kind(device: torch.device) -> int:
@@ -93,7 +93,7 @@ def device_kind(device: torch.device) -> int:
     return kind
 
 
-def stream(device: torch.device) -> int:
+def current_stream_handle(device: torch.device) -> int:
     """Return the device's current stream as an integer; 0 on the CPU, where kernels run before the call returns."""
     return devices.get(device).current_stream_int()
 
@@ -142,8 +142,8 @@ def warn_if_two_openmps() -> None:
 
 MAPS = Path("/proc/self/maps")
 ONE_OPENMP = "Import torch before other packages that bring one, and build npuzero with the system's libgomp."
-_C.use_npu_kernels(str(npu_kernels.find() or ""))
-_environment = environment()
+_C.use_npu_kernels(str(npu_kernels.find_library() or ""))
+_environment = read_environment()
 _backend = _environment.backend
 use_isa(_environment.isa)
 warn_if_two_openmps()

@@ -23,7 +23,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DDPCommunicationHookType, DistributedType, GradScalerKwargs, convert_file_size_to_int
 except ImportError as error:
-    raise adopt.missing("npuzero.accelerate", "accelerate", error) from error
+    raise adopt.package_missing_error("npuzero.accelerate", "accelerate", error) from error
 
 __all__ = ["ZeroAccelerator"]
 
@@ -78,7 +78,7 @@ class ZeroAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._zero = adopt.check_options("ZeroAccelerator", zero)
+        self._zero = adopt.check_zero_options("ZeroAccelerator", zero)
         asked = [name for name in _PLUGINS if kwargs.get(name) is not None]
         if not asked:
             super().__init__(*args, **kwargs)
@@ -122,17 +122,17 @@ class ZeroAccelerator(Accelerator):
 
     def _shard(self, model: nn.Module) -> None:
         # An earlier prepare() for evaluation may have marked it, and compiled or wrapped it.
-        adopt.shard(self._inside(model), self.device, self._zero)
+        adopt.shard_framework_model(self._inside(model), self.device, self._zero)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
         """Have ``optimizer`` update shards, where its parameters are sharded."""
-        if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.over_sharded(
-            adopt.parameters_of(optimizer)
+        if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.has_sharded_parameters(
+            adopt.get_optimizer_parameters(optimizer)
         ):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = ShardedOptimizer(adopt.adopt(optimizer), device_placement=False, scaler=self.scaler)
+        prepared = ShardedOptimizer(adopt.adopt_optimizer(optimizer), device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
 
@@ -151,7 +151,7 @@ class ZeroAccelerator(Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Send nothing inside, where the plan keeps gradients unsharded; the sums are the same anyway."""
         model = self._inside(model)
-        with adopt.accumulating(model) if adopt.is_sharded(model) else super().no_sync(model):
+        with adopt.accumulate_gradients_locally(model) if adopt.is_sharded(model) else super().no_sync(model):
             yield
 
     @contextlib.contextmanager
@@ -178,16 +178,16 @@ class ZeroAccelerator(Accelerator):
         self, parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
         """Clip ``parameters`` by the norm of their gradients over all ranks, as :func:`npuzero.clip_grad_norm_`."""
-        given = _listed(parameters)
-        if not adopt.over_sharded(given):
+        given = _parameter_list(parameters)
+        if not adopt.has_sharded_parameters(given):
             return super().clip_grad_norm_(given, max_norm, norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | nn.Parameter, clip_value: float) -> None:
         """Clip each element of the gradients of ``parameters``, as :func:`npuzero.clip_grad_value_`."""
-        given = _listed(parameters)
-        if not adopt.over_sharded(given):
+        given = _parameter_list(parameters)
+        if not adopt.has_sharded_parameters(given):
             super().clip_grad_value_(given, clip_value)
             return
         self.unscale_gradients()
@@ -225,7 +225,7 @@ class ZeroAccelerator(Accelerator):
         """Save as accelerate does, and each sharded model with its optimizer in a checkpoint of npuzero's, in the same
         folder, which any plan on any number of ranks can load. Collective.
         """
-        with self._sharded_aside("_save_model_state_pre_hook", adopt.save):
+        with self._sharded_aside("_save_model_state_pre_hook", adopt.save_adopted):
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
@@ -235,7 +235,7 @@ class ZeroAccelerator(Accelerator):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Go on from what :meth:`save_state` left, on any number of ranks. Collective."""
-        with self._sharded_aside("_load_model_state_pre_hook", adopt.load):
+        with self._sharded_aside("_load_model_state_pre_hook", adopt.load_adopted):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     @contextlib.contextmanager
@@ -245,7 +245,7 @@ class ZeroAccelerator(Accelerator):
         """Leave accelerate what is not sharded; ``act`` has the rest, where accelerate calls the user's ``hooks``."""
         models, optimizers, users = self._models, self._optimizers, getattr(self, hooks)
         sharded = [model for model in map(self._inside, models) if adopt.is_sharded(model)]
-        paired = [(model, [each for each in optimizers if _is_over(each, model)]) for model in sharded]
+        paired = [(model, [each for each in optimizers if _updates_model(each, model)]) for model in sharded]
         # An optimizer that shares its model with others is saved as torch's are: it gathers its state.
         pairs = [(model, its[0] if len(its) == 1 else None) for model, its in paired]
 
@@ -290,10 +290,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return self.scaler is not None and self.scaler.skipped > self._skipped_before
 
 
-def _is_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+def _updates_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     mine = {id(parameter) for parameter in model.parameters()}
-    return all(id(parameter) in mine for parameter in adopt.parameters_of(optimizer))
+    return all(id(parameter) in mine for parameter in adopt.get_optimizer_parameters(optimizer))
 
 
-def _listed(parameters: Iterable[nn.Parameter] | nn.Parameter) -> list[nn.Parameter]:
+def _parameter_list(parameters: Iterable[nn.Parameter] | nn.Parameter) -> list[nn.Parameter]:
     return [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)

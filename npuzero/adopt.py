@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from npuzero import checkpoint
 from npuzero.api import ZeroOptimizer, init, no_sync, zero
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, PackageMissing
 from npuzero.optim.adam import FUSED
-from npuzero.optim.fused import Fused
+from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import shard_in_place
-from npuzero.optim.wrapped import Wrapped
-from npuzero.shard.everyone import agree
-from npuzero.shard.find_engine import engine_of, owners
+from npuzero.optim.wrapped import TorchOptimizerWorker
+from npuzero.shard.everyone import exchange_or_raise
+from npuzero.shard.find_engine import engine_of, split_by_engine
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,7 +35,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FOLDER = "npuzero"
 
 
-def missing(door: str, package: str, error: ImportError) -> PackageMissing:
+def package_missing_error(door: str, package: str, error: ImportError) -> PackageMissing:
     """Return the error that ``package``, behind ``door``, cannot be imported."""
     return PackageMissing(
         door,
@@ -45,7 +45,7 @@ def missing(door: str, package: str, error: ImportError) -> PackageMissing:
     )
 
 
-def shard(model: Model, device: torch.device, options: Mapping[str, Any]) -> Model:
+def shard_framework_model(model: Model, device: torch.device, options: Mapping[str, Any]) -> Model:
     """Shard ``model`` as :func:`npuzero.zero` does, over the ranks that the framework has started; once.
 
     Args:
@@ -60,7 +60,7 @@ def shard(model: Model, device: torch.device, options: Mapping[str, Any]) -> Mod
     """
     if is_sharded(model) or next(model.parameters(), None) is None:
         return model
-    if owners(model.parameters())[0]:
+    if split_by_engine(model.parameters())[0]:
         raise ConfigError(
             type(model).__name__,
             expected="a model that npuzero.zero() is yet to see, or has seen as a whole",
@@ -78,7 +78,7 @@ def is_sharded(model: object) -> bool:
     return getattr(model, "_npuzero", None) is not None
 
 
-def gathers(model: nn.Module) -> bool:
+def gathers_parameters(model: nn.Module) -> bool:
     """Tell whether a forward of ``model`` gathers parameters from other ranks, so that every rank must run as many."""
     if not is_sharded(model):
         return False
@@ -86,12 +86,12 @@ def gathers(model: nn.Module) -> bool:
     return engine.world.size > 1 and any(unit.guarded for unit in engine.units)
 
 
-def over_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+def has_sharded_parameters(parameters: Iterable[nn.Parameter]) -> bool:
     """Tell whether any of ``parameters`` is of a sharded model."""
-    return bool(owners(parameters)[0])
+    return bool(split_by_engine(parameters)[0])
 
 
-def adopt(optimizer: Optimizer) -> Optimizer:
+def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     """Have ``optimizer`` update the shards of its parameters, in place.
 
     torch's AdamW and Adam update as npuzero's do; any other class that is element-wise updates each rank's shards.
@@ -104,16 +104,16 @@ def adopt(optimizer: Optimizer) -> Optimizer:
         ConfigError: it is not element-wise, cannot be made again from its options, or has methods that the program
             has replaced.
     """
-    if isinstance(optimizer, ZeroOptimizer) or not over_sharded(parameters_of(optimizer)):
+    if isinstance(optimizer, ZeroOptimizer) or not has_sharded_parameters(get_optimizer_parameters(optimizer)):
         return optimizer
     scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
     if type(optimizer) in FUSED:
         base, rule = FUSED[type(optimizer)]
-        shard_in_place(optimizer, Fused(rule(True), masters=None, moments=None, seed=0), base)
+        shard_in_place(optimizer, FusedWorker(rule(True), masters=None, moments=None, seed=0), base)
     else:
-        shard_in_place(optimizer, _wrapped(optimizer))
+        shard_in_place(optimizer, _build_torch_worker(optimizer))
     if scheduled:
-        _Follower(optimizer)
+        _IdleScheduler(optimizer)
     return optimizer
 
 
@@ -127,7 +127,11 @@ def check_scheduler(scheduler: Any) -> None:
         check_scheduler(part)
     seen = getattr(scheduler, "optimizer", None)
     optimizer = getattr(seen, "optimizer", seen)  # frameworks wrap optimizers
-    if optimizer is None or isinstance(optimizer, ZeroOptimizer) or not over_sharded(parameters_of(optimizer)):
+    if (
+        optimizer is None
+        or isinstance(optimizer, ZeroOptimizer)
+        or not has_sharded_parameters(get_optimizer_parameters(optimizer))
+    ):
         return
     raise ConfigError(
         type(scheduler).__name__,
@@ -138,7 +142,7 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 @contextlib.contextmanager
-def accumulating(model: nn.Module) -> Iterator[None]:
+def accumulate_gradients_locally(model: nn.Module) -> Iterator[None]:
     """Let the backward passes inside add up on each rank alone where the plan keeps gradients unsharded anyway.
 
     Where it shards them each is reduced as it comes, as ever: gradients are never larger than the plan says.
@@ -149,7 +153,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def save_adopted(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Write a checkpoint into ``folder``, and remove the one that was there once it is complete. Collective.
 
     Frameworks write to one place again and again; :func:`npuzero.checkpoint.save` never writes over a step.
@@ -160,23 +164,23 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
         number = 0 if last is None else int(last.name.rpartition("-")[2]) + 1
     except Exception as error:
         problem = error
-    number = agree(world, f"save {folder}", problem, number)[0]
+    number = exchange_or_raise(world, f"save {folder}", problem, number)[0]
     checkpoint.save(folder, model, optimizer, step=number, rng=False, keep_last=1)
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Go on from what :func:`save` wrote; random numbers are the framework's business. Collective."""
+def load_adopted(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Go on from what :func:`save_adopted` wrote; random numbers are the framework's business. Collective."""
     checkpoint.load(folder, model, optimizer, rng=False)
 
 
-class _Follower(LRScheduler):
+class _IdleScheduler(LRScheduler):
     """Have torch tell an optimizer's schedulers of its steps, as it has when one is made, and change nothing."""
 
     def step(self, epoch: int | None = None) -> None:
         """Do nothing."""
 
 
-def _wrapped(optimizer: Optimizer) -> Wrapped:
+def _build_torch_worker(optimizer: Optimizer) -> TorchOptimizerWorker:
     """Return what updates shards by an optimizer's own class."""
     kind = type(optimizer)
     arguments = [
@@ -192,15 +196,15 @@ def _wrapped(optimizer: Optimizer) -> Wrapped:
             got=f"arguments that it does not show: {', '.join(unknown)}",
             do=f"Build it as npuzero.ZeroOptimizer({kind.__name__}, parameters, ...) yourself.",
         )
-    return Wrapped(kind, {name: optimizer.defaults[name] for name in arguments})
+    return TorchOptimizerWorker(kind, {name: optimizer.defaults[name] for name in arguments})
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def get_optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_options(door: str, options: object) -> dict[str, Any]:
+def check_zero_options(door: str, options: object) -> dict[str, Any]:
     """Return the keyword arguments for :func:`npuzero.zero` that a door was given; {} for None.
 
     Raises:
@@ -212,7 +216,7 @@ def check_options(door: str, options: object) -> dict[str, Any]:
         raise ConfigError(
             f"{door}: zero",
             expected="keyword arguments of npuzero.zero(), as a mapping",
-            got=describe(options),
+            got=describe_value(options),
             do='Give e.g. zero={"stage": 2, "offload": "host"}.',
         )
     return dict(options)

@@ -36,7 +36,7 @@ def as_number(
     except (TypeError, ValueError, OverflowError, RuntimeError):
         legal = False
     if not legal:
-        raise ConfigError(subject, expected=expected, got=describe(value), do=do)
+        raise ConfigError(subject, expected=expected, got=describe_value(value), do=do)
     return found
 
 
@@ -48,7 +48,7 @@ def check_count(subject: str, value: object, do: str, *, least: int = 1) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         expected = "a positive integer" if least == 1 else f"an integer from {least}"
-        raise ConfigError(subject, expected=expected, got=describe(value), do=do)
+        raise ConfigError(subject, expected=expected, got=describe_value(value), do=do)
     return value
 
 
@@ -63,14 +63,14 @@ def check_flag(subject: str, value: object) -> bool:
     except RuntimeError:  # of a tensor on meta
         found = None
     if not isinstance(found, int) or found not in {0, 1}:
-        raise ConfigError(subject, expected="True or False", got=describe(value), do="Pass a bool.")
+        raise ConfigError(subject, expected="True or False", got=describe_value(value), do="Pass a bool.")
     return bool(found)
 
 
 def check_callable(subject: str, value: object, do: str) -> None:
     """Raise ConfigError where ``value`` cannot be called."""
     if not callable(value):
-        raise ConfigError(subject, expected="a callable", got=describe(value), do=do)
+        raise ConfigError(subject, expected="a callable", got=describe_value(value), do=do)
 
 
 def as_path(subject: str, value: object) -> Path:
@@ -86,7 +86,7 @@ def as_path(subject: str, value: object) -> Path:
     except UnicodeEncodeError:
         pass
     do = "Give a str or a pathlib.Path."
-    raise ConfigError(subject, expected="a path, without NUL and lone surrogates", got=describe(value), do=do)
+    raise ConfigError(subject, expected="a path, without NUL and lone surrogates", got=describe_value(value), do=do)
 
 
 def open_regular(path: Path) -> int:
@@ -124,12 +124,12 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, nested too deeply, or has a key twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except RecursionError as error:
         raise ValueError("lists and objects that are nested too deeply") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a JSON file, whose keys are there once: of two values one would be dropped."""
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -139,7 +139,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value as an error shows it: text on one line, cut short (of a tensor what it is), and type."""
     try:
         tensor = hasattr(value, "shape") and hasattr(value, "dtype")

@@ -46,7 +46,7 @@ class CannotBuild(Exception):
     """Say that the npu kernels cannot be built, and why, with the compiler's own words where it was asked."""
 
 
-def version(root: Path, machine: str = "") -> str | None:
+def find_cann_version(root: Path, machine: str = "") -> str | None:
     """Return the release of the CANN in ``root``, as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``;
     None where it does not tell.
 
@@ -63,7 +63,7 @@ def version(root: Path, machine: str = "") -> str | None:
     return None
 
 
-def order(release: str) -> tuple[tuple[int, ...], ...]:
+def version_sort_key(release: str) -> tuple[tuple[int, ...], ...]:
     """Return the key that sorts releases of CANN and of torch_npu: ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 <
     8.5.0``.
     """
@@ -81,22 +81,22 @@ def order(release: str) -> tuple[tuple[int, ...], ...]:
     return tuple(numbers), *stages, (0, 0)
 
 
-def pair(torch_npu: str) -> str | None:
+def find_matching_cann(torch_npu: str) -> str | None:
     """Return the CANN that a ``torch_npu`` was published for, or wants at least, by PAIRS; None where these do not
     tell.
     """
-    mine = order(torch_npu)
-    rows = [(order(package), cann) for package, cann in PAIRS if order(package) <= mine]
-    own = [cann for package, cann in rows if package[0] == mine[0] or package == order(PAIRS[-1][0])]
+    mine = version_sort_key(torch_npu)
+    rows = [(version_sort_key(package), cann) for package, cann in PAIRS if version_sort_key(package) <= mine]
+    own = [cann for package, cann in rows if package[0] == mine[0] or package == version_sort_key(PAIRS[-1][0])]
     return own[-1] if own else None
 
 
-def mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | None:
+def find_cann_mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | None:
     """Return ``why`` a CANN is too old for a torch_npu, and what to ``do``; None where it is not, or where one is
     unknown.
     """
-    wanted = pair(torch_npu) if torch_npu else None
-    if release is None or wanted is None or order(release) >= order(wanted):
+    wanted = find_matching_cann(torch_npu) if torch_npu else None
+    if release is None or wanted is None or version_sort_key(release) >= version_sort_key(wanted):
         return None
     return {
         "why": f"torch_npu {torch_npu} is published for CANN {wanted}, and this is {release}",
@@ -104,23 +104,23 @@ def mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | Non
     }
 
 
-def way(root: Path, release: str | None) -> str:
+def get_build_method(root: Path, release: str | None) -> str:
     """Return how kernels are built with the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if
     known.
     """
     if release is not None:
-        return "bisheng" if order(release) >= order(BISHENG_SINCE) else "ascendc"
+        return "bisheng" if version_sort_key(release) >= version_sort_key(BISHENG_SINCE) else "ascendc"
     return "ascendc" if any(root.glob("*/tikcpp/ascendc_kernel_cmake/ascendc.cmake")) else "bisheng"
 
 
-def reason(target: Path) -> Path:
+def get_failure_file(target: Path) -> Path:
     """Return the file that says why there is no library ``target``: beside it, since installers hide what a build
     says.
     """
     return target.with_suffix(".txt")
 
 
-def build(
+def build_npu_kernels(
     root: Path,
     sources: Path,
     target: Path,
@@ -136,20 +136,21 @@ def build(
     What is at ``target`` is whole, whatever ends this process, and is of these sources: an older one goes first.
 
     Raises:
-        CannotBuild: ``root`` is no CANN, or too old a one, or its compiler refuses. The file ``reason(target)`` says
+        CannotBuild: ``root`` is no CANN, or too old a one, or its compiler refuses. The file
+            ``get_failure_file(target)`` says
             why, to the compiler's last word, until a build succeeds.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
-        _build(root, sources, target, cmake, _with_tools(variables, root), architecture, processor)
+        _compile_npu_kernels(root, sources, target, cmake, _build_environment(variables, root), architecture, processor)
     except (CannotBuild, OSError) as error:
-        reason(target).write_text(f"{error}\n", encoding="utf-8")
+        get_failure_file(target).write_text(f"{error}\n", encoding="utf-8")
         raise CannotBuild(str(error)) from error
-    reason(target).unlink(missing_ok=True)
+    get_failure_file(target).unlink(missing_ok=True)
 
 
-def _with_tools(variables: Mapping[str, str], root: Path) -> dict[str, str]:
+def _build_environment(variables: Mapping[str, str], root: Path) -> dict[str, str]:
     inside = ("bin", "ccec_compiler/bin", "compiler/ccec_compiler/bin")
     machine = f"{platform.machine()}-linux"
     tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
@@ -159,19 +160,19 @@ def _with_tools(variables: Mapping[str, str], root: Path) -> dict[str, str]:
     return {**mine, "ASCEND_HOME_PATH": str(root), "PATH": path}
 
 
-def _build(
+def _compile_npu_kernels(
     root: Path, sources: Path, target: Path, cmake: str, variables: dict[str, str], architecture: str, processor: str
 ) -> None:
     if not root.is_dir():
         raise CannotBuild(f"there is no CANN in {root}, where ASCEND_HOME_PATH says")
-    release = version(root)
-    if release is not None and order(release) < order(OLDEST):
+    release = find_cann_version(root)
+    if release is not None and version_sort_key(release) < version_sort_key(OLDEST):
         raise CannotBuild(f"the npu kernels need CANN {OLDEST} or later; found {release} in {root}")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         facts = {
             "ASCEND_HOME_PATH": root,
             "NPUZERO_CANN_VERSION": release or "unknown",
-            "NPUZERO_NPU_WAY": way(root, release),
+            "NPUZERO_NPU_WAY": get_build_method(root, release),
             "NPUZERO_NPU_ARCH": architecture,
             "NPUZERO_SOC_VERSION": processor,
             "NPUZERO_OUTPUT": folder,

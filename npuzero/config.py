@@ -26,17 +26,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from npuzero import cann
 from npuzero.arguments import as_path, parse_json, read_text
-from npuzero.arguments import describe as describe
-from npuzero.errors import ConfigError, did_you_mean, keywords, nearest
+from npuzero.arguments import describe_value as describe_value
+from npuzero.errors import ConfigError, did_you_mean, find_nearest_name, refuse_unknown_keywords
 
-_Record = TypeVar("_Record", bound="_Checked")
+_Record = TypeVar("_Record", bound="_CheckedRecord")
 
 VARIABLE_PREFIX = "NPUZERO_"
 BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run time
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """Say what a value must be: its type (or one of some words beside it), a closed range or a list of choices."""
 
     kind: type
@@ -59,7 +59,7 @@ class Rule:
             return self.kind(value)
         words = (*self.choices, *self.or_one_of) if isinstance(value, str) else ()
         do = did_you_mean(value, words, f"It means: {self.what}.")
-        raise ConfigError(subject, expected=self.expectation(), got=describe(value), do=do)
+        raise ConfigError(subject, expected=self.expectation(), got=describe_value(value), do=do)
 
     def _holds(self, value: Any) -> bool:
         if self.choices:
@@ -81,13 +81,13 @@ class Rule:
         return noun if self.least is None else f"{noun} not below {self.least:.15g}"
 
 
-def setting(default: Any, kind: type, what: str, **rule: Any) -> Any:
+def setting_field(default: Any, kind: type, what: str, **rule: Any) -> Any:
     """Return a dataclass field that carries its Rule."""
-    return field(default=default, metadata={"rule": Rule(kind, what, **rule)})
+    return field(default=default, metadata={"rule": SettingRule(kind, what, **rule)})
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedRecord:
     """Check every field of a record when it is made; an int given for a float field becomes a float."""
 
     _name: ClassVar[str] = "settings"
@@ -108,7 +108,7 @@ class _Checked:
             raise ConfigError(
                 cls._name,
                 expected="a mapping from setting to value",
-                got=describe(values),
+                got=describe_value(values),
                 do=f"Give a dict with keys among: {', '.join(cls.names())}.",
             )
         check_keys(cls._name, values, cls.names())
@@ -130,9 +130,9 @@ class _Checked:
         return replace(self, **values)
 
 
-@keywords()
+@refuse_unknown_keywords()
 @dataclass(frozen=True)
-class Settings(_Checked):
+class Settings(_CheckedRecord):
     """Describe how the engine works. None of these changes a bit of the result.
 
     ``strict`` is for programs that are written on one rank and meant for several: it refuses on one what several ranks
@@ -144,40 +144,44 @@ class Settings(_Checked):
         model = npuzero.zero(net, stage=3, settings=settings)
     """
 
-    overlap: bool | Literal["gradients", "parameters", "activations"] = setting(
+    overlap: bool | Literal["gradients", "parameters", "activations"] = setting_field(
         True,
         bool,
         "communicate while computing: gradients beside backward, parameters beside forward and backward, activations "
         "between the stages of a pipeline, or all; False runs every collective to its end at once",
         or_one_of=("gradients", "parameters", "activations"),
     )
-    prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
-    bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
-    chunk_bytes: int = setting(
+    prefetch: int = setting_field(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
+    bucket_bytes: int = setting_field(
+        25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40
+    )
+    chunk_bytes: int = setting_field(
         0,
         int,
         "bytes of masters and moments that are updated at a time; 0: all at once, and of those off the device 32 MiB",
         least=0,
         most=2**40,
     )
-    nvme_paths: tuple[str, ...] = setting(
+    nvme_paths: tuple[str, ...] = setting_field(
         (), tuple, "folders on NVMe for what a plan places there, in turn; none: those of NPUZERO_NVME_PATHS"
     )
-    host_bytes: int = setting(
+    host_bytes: int = setting_field(
         0, int, "bytes that this rank may hold on the host beside the device; 0: as many as there are", least=0
     )
-    update_on: str = setting(
+    update_on: str = setting_field(
         "auto",
         str,
         "who updates what rests off the device: the host, or the device, which then reads it there",
         choices=("auto", "host", "device"),
     )
-    verify: bool = setting(True, bool, "compare checksums of what comes back from NVMe")
-    io_threads: int = setting(4, int, "threads of a rank that read and write on NVMe", least=1, most=256)
-    ignore_unused_parameters: bool = setting(
+    verify: bool = setting_field(True, bool, "compare checksums of what comes back from NVMe")
+    io_threads: int = setting_field(4, int, "threads of a rank that read and write on NVMe", least=1, most=256)
+    ignore_unused_parameters: bool = setting_field(
         True, bool, "take a step also where parameters that train took no part in it; False: that is an error"
     )
-    strict: bool = setting(False, bool, "refuse on one rank what the plan refuses on several; nothing is moved for it")
+    strict: bool = setting_field(
+        False, bool, "refuse on one rank what the plan refuses on several; nothing is moved for it"
+    )
 
     @property
     def common(self) -> Settings:
@@ -205,21 +209,23 @@ SETTING_KEYWORDS = {name: f"settings=Settings({name}=...)" for name in Settings.
 
 
 @dataclass(frozen=True)
-class Environment(_Checked):
+class Environment(_CheckedRecord):
     """Hold the ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is field ``backend``, and so on."""
 
     _name: ClassVar[str] = "environment"
 
-    backend: str = setting(
+    backend: str = setting_field(
         "native", str, "who runs the ops: compiled kernels, or the reference", choices=("native", "reference")
     )
-    isa: str = setting(
+    isa: str = setting_field(
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
-    timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
-    strict: str = setting("0", str, "1: Settings(strict=True) for every model", choices=("0", "1"))
-    npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
-    nvme_paths: str = setting("", str, "folders on NVMe with colons between, where settings name none")
+    timeout_s: float = setting_field(
+        600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0
+    )
+    strict: str = setting_field("0", str, "1: Settings(strict=True) for every model", choices=("0", "1"))
+    npu_kernels: str = setting_field("", str, "the library of npu kernels, instead of the one that is looked for")
+    nvme_paths: str = setting_field("", str, "folders on NVMe with colons between, where settings name none")
 
     @classmethod
     def subject(cls, key: str) -> str:
@@ -227,15 +233,15 @@ class Environment(_Checked):
 
 
 @dataclass(frozen=True)
-class Launch(_Checked):
+class Launch(_CheckedRecord):
     """Hold what torchrun tells a process through its environment; a process started by hand is a world of one."""
 
     _name: ClassVar[str] = "launch"
 
-    rank: int = setting(0, int, "global rank (RANK)", least=0, most=2**31 - 1)
-    world_size: int = setting(1, int, "ranks in all (WORLD_SIZE)", least=1, most=2**31 - 1)
-    local_rank: int = setting(0, int, "rank within this host (LOCAL_RANK)", least=0, most=2**31 - 1)
-    local_world_size: int = setting(1, int, "ranks of this host (LOCAL_WORLD_SIZE)", least=1, most=2**31 - 1)
+    rank: int = setting_field(0, int, "global rank (RANK)", least=0, most=2**31 - 1)
+    world_size: int = setting_field(1, int, "ranks in all (WORLD_SIZE)", least=1, most=2**31 - 1)
+    local_rank: int = setting_field(0, int, "rank within this host (LOCAL_RANK)", least=0, most=2**31 - 1)
+    local_world_size: int = setting_field(1, int, "ranks of this host (LOCAL_WORLD_SIZE)", least=1, most=2**31 - 1)
 
     @classmethod
     def subject(cls, key: str) -> str:
@@ -253,7 +259,7 @@ class Launch(_Checked):
                 )
 
 
-def strict_word(ranks: int, strict: bool = True) -> str:
+def explain_strict_refusal(ranks: int, strict: bool = True) -> str:
     """Return what a refusal that several ranks meet says beside on one, if only ``strict`` mode refuses it."""
     if ranks > 1 or not strict:
         return ""
@@ -263,7 +269,7 @@ def strict_word(ranks: int, strict: bool = True) -> str:
     )
 
 
-def environment(variables: Mapping[str, str] | None = None) -> Environment:
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the ``NPUZERO_*`` variables (of this process unless given).
 
     Raises:
@@ -275,28 +281,28 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     ]
     names = {VARIABLE_PREFIX + key.upper(): key for key in Environment.names()}
     check_keys("environment", mine, names)
-    return _from_text(Environment, {key: variables[name] for name, key in names.items() if name in variables})
+    return _parse_record(Environment, {key: variables[name] for name, key in names.items() if name in variables})
 
 
 def nvme_folders(settings: Settings, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the folders for what a plan places on NVMe: of the settings, else of NPUZERO_NVME_PATHS; maybe none."""
-    return settings.nvme_paths or tuple(filter(None, environment(variables).nvme_paths.split(":")))
+    return settings.nvme_paths or tuple(filter(None, read_environment(variables).nvme_paths.split(":")))
 
 
-def launched(variables: Mapping[str, str] | None = None) -> bool:
+def has_launcher(variables: Mapping[str, str] | None = None) -> bool:
     """Return whether a launcher started this process (or set ``variables``), be it as the only rank."""
     variables = os.environ if variables is None else variables
     return not {"RANK", "WORLD_SIZE"}.isdisjoint(variables)
 
 
-def tasks(variables: Mapping[str, str] | None = None) -> int:
+def count_launched_tasks(variables: Mapping[str, str] | None = None) -> int:
     """Return how many processes srun or mpirun started as this one (or says in ``variables``); 1 where neither did."""
     variables = os.environ if variables is None else variables
     told = (variables.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     return max((int(text) for text in told if text.isdecimal()), default=1)
 
 
-def launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int] | None = None) -> Launch:
+def read_launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int] | None = None) -> Launch:
     """Read torchrun's variables (of this process unless given).
 
     Args:
@@ -309,7 +315,7 @@ def launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int]
     found = {key: variables[key.upper()] for key in Launch.names() if key.upper() in variables}
     if group is not None and found:
         found = dict(zip(("rank", "world_size"), map(str, group), strict=True)) | found
-    elif launched(variables):
+    elif has_launcher(variables):
         for key in ("rank", "world_size"):
             if key not in found:
                 raise ConfigError(
@@ -322,10 +328,10 @@ def launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int]
         # Launchers other than torchrun may not say it: then all ranks are taken to share this host.
         found.setdefault("local_world_size", found["world_size"])
         found.setdefault("local_rank", found.get("rank", "0"))
-    return _from_text(Launch, found)
+    return _parse_record(Launch, found)
 
 
-def rendezvous(variables: Mapping[str, str] | None = None) -> str:
+def find_rendezvous_address(variables: Mapping[str, str] | None = None) -> str:
     """Return ``host:port`` where the ranks meet, from the launcher's MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -347,7 +353,7 @@ def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def launched_beside(variables: Mapping[str, str] | None = None) -> dict[int, int]:
+def find_local_ranks(variables: Mapping[str, str] | None = None) -> dict[int, int]:
     """Return by rank the process on this host that was started as it, in the run of this one (or of ``variables``).
 
     A process shows what it was started with, and not what it has set since: where this one does not see itself, others
@@ -375,7 +381,7 @@ _TOLD = (
 )  # fmt: skip
 
 
-def told_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+def get_reportable_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that a report may tell, sorted; no others, since it is sent around.
     An address is "(set)".
     """
@@ -385,7 +391,7 @@ def told_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]
     return {name: "(set)" if name.endswith("_IP") else variables[name] for name in told}
 
 
-def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+def build_child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with further variables, for a process that it starts."""
     return {**os.environ, **variables}
 
@@ -407,11 +413,13 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(subject, expected="JSON in UTF-8", got=str(error), do="Correct the file.") from error
     if not isinstance(value, dict):
-        raise ConfigError(subject, expected="a JSON object", got=describe(value), do="Put the values between braces.")
+        raise ConfigError(
+            subject, expected="a JSON object", got=describe_value(value), do="Put the values between braces."
+        )
     return value
 
 
-def field_paths() -> tuple[str, ...]:
+def list_field_paths() -> tuple[str, ...]:
     """Return every setting there is, as ``Record.field``; a test freezes the list."""
     return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.names())
 
@@ -427,7 +435,7 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
                 got=f"{key!r}",
                 do=did_you_mean(key, known, "Remove it."),
                 key=key,
-                nearest=nearest(key, known),
+                nearest=find_nearest_name(key, known),
             )
 
 
@@ -438,7 +446,7 @@ def public_name(kind: type) -> str:
     return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)
 
 
-def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
+def _parse_record(record: type[_Record], texts: Mapping[str, str]) -> _Record:
     """Parse each text by its field's kind; hand on a text that does not parse, so that the check names it."""
     kinds = {item.name: item.metadata["rule"].kind for item in fields(record)}
     values: dict[str, Any] = {}
@@ -450,7 +458,7 @@ def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
     return record.from_dict(values)
 
 
-def _cuda_version(root: Path) -> str | None:
+def _find_cuda_version(root: Path) -> str | None:
     path = root / "version.json"
     match = re.search(r'"version"\s*:\s*"([\w.]+)"', path.read_text(encoding="utf-8")) if path.is_file() else None
     return match.group(1) if match else None
@@ -458,8 +466,8 @@ def _cuda_version(root: Path) -> str | None:
 
 # Where each toolkit's own scripts say it lies, where its installer puts it, and who reads its version there.
 TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str | None]]] = {
-    "cuda": (("CUDA_HOME", "CUDA_PATH"), ("/usr/local/cuda",), _cuda_version),
-    "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), cann.FOLDERS, cann.version),
+    "cuda": (("CUDA_HOME", "CUDA_PATH"), ("/usr/local/cuda",), _find_cuda_version),
+    "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), cann.FOLDERS, cann.find_cann_version),
 }
 
 

@@ -38,7 +38,7 @@ class NpuZeroError(Exception):
     """
 
     def __init__(self, subject: str, *, expected: str, got: str, do: str, **facts: Any) -> None:
-        super().__init__(f"{subject}: expected {_clause(expected)}; got {_clause(got)}. {do}")
+        super().__init__(f"{subject}: expected {_strip_full_stop(expected)}; got {_strip_full_stop(got)}. {do}")
         self.subject = subject
         self.expected = expected
         self.got = got
@@ -47,15 +47,15 @@ class NpuZeroError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between processes (multiprocessing, pytest-xdist): rebuild from the parts.
-        return _rebuild, (type(self), self.subject, self.expected, self.got, self.do, self.facts)
+        return _rebuild_error, (type(self), self.subject, self.expected, self.got, self.do, self.facts)
 
 
-def _clause(text: str) -> str:
+def _strip_full_stop(text: str) -> str:
     """Return ``text`` without the full stop at its end, since the message has one of its own: others' errors end so."""
     return text if text.endswith("..") else text.removesuffix(".")
 
 
-def _rebuild(
+def _rebuild_error(
     kind: type[NpuZeroError], subject: str, expected: str, got: str, do: str, facts: dict[str, Any]
 ) -> NpuZeroError:
     return kind(subject, expected=expected, got=got, do=do, **facts)
@@ -72,7 +72,7 @@ class _Refusal(ConfigError):
     __str__ = Exception.__str__  # a KeyError shows its argument as repr() does
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_as, (self.kind, *super().__reduce__()[1][1:])
+        return _rebuild_error_as, (self.kind, *super().__reduce__()[1][1:])
 
 
 def config_error_as(kind: type[Exception]) -> type[ConfigError]:
@@ -84,8 +84,8 @@ def config_error_as(kind: type[Exception]) -> type[ConfigError]:
     return type(ConfigError.__name__, (_Refusal, kind), {"kind": kind})
 
 
-def _rebuild_as(kind: type[Exception], *parts: Any) -> NpuZeroError:
-    return _rebuild(config_error_as(kind), *parts)
+def _rebuild_error_as(kind: type[Exception], *parts: Any) -> NpuZeroError:
+    return _rebuild_error(config_error_as(kind), *parts)
 
 
 class ContractError(NpuZeroError, ValueError):
@@ -135,7 +135,7 @@ class CheckpointError(NpuZeroError, RuntimeError):
 # -- words that nobody knows -------------------------------------------------------------------------------------------
 
 
-def nearest(given: object, known: Iterable[str]) -> Any:
+def find_nearest_name(given: object, known: Iterable[str]) -> Any:
     """Return the one of ``known`` that ``given`` is a misspelling of; None where none is near.
 
     Args:
@@ -149,16 +149,16 @@ def nearest(given: object, known: Iterable[str]) -> Any:
 
 def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
     """Return what to do about the unknown word ``given``: ask for the nearest one, or ``otherwise``."""
-    near = nearest(given, known)
+    near = find_nearest_name(given, known)
     return otherwise if near is None else f"Did you mean {near!r}?"
 
 
-def differing_names(missing: Sequence[str], unknown: Sequence[str], most: int = 5) -> str:
+def describe_differing_names(missing: Sequence[str], unknown: Sequence[str], most: int = 5) -> str:
     """Return how names differ: the first ``most`` that are missing, with the nearest unknown ones, and those; counts.
 
     ``missing 'scale' (there is 'scaled'), 'norm.bias'; unknown 'scaled' and 3 more``
     """
-    near = {name: nearest(name, unknown) for name in missing[:most]}
+    near = {name: find_nearest_name(name, unknown) for name in missing[:most]}
     lists = {
         "missing": [f"{name!r}" + (f" (there is {other!r})" if other else "") for name, other in near.items()],
         "unknown": [repr(name) for name in unknown[:most]],
@@ -170,7 +170,7 @@ def differing_names(missing: Sequence[str], unknown: Sequence[str], most: int = 
     return "; ".join(f"{kind} {text}" for kind, text in words.items() if text)
 
 
-def keywords(**formerly: str) -> Callable[[_Callable], _Callable]:
+def refuse_unknown_keywords(**formerly: str) -> Callable[[_Callable], _Callable]:
     """Have a function or class refuse an unknown keyword argument by a ConfigError that names the nearest known one.
 
     The error is a TypeError, too, as without this. For what is called now and then: each call costs one more.

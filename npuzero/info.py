@@ -37,11 +37,11 @@ def info() -> dict[str, Any]:
         facts = npuzero.info()
         print(facts["versions"]["torch"], facts["isa"]["chosen"])
     """
-    devices = {kind: _device(found) for kind, found in device.KINDS.items()}
+    devices = {kind: _describe_device_kind(found) for kind, found in device.KINDS.items()}
     kernels = {op: {kind: kind in kinds for kind in devices} for op, kinds in sorted(_native.kernels().items())}
-    collectives = {kind: _collectives(found) for kind, found in device.KINDS.items()}
+    collectives = {kind: _find_collective_backends(found) for kind, found in device.KINDS.items()}
     return {
-        "versions": _versions(),
+        "versions": _find_versions(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "devices": devices,
         "kernels": kernels,
@@ -54,13 +54,13 @@ def info() -> dict[str, Any]:
         "npu_kernels": _native.npu_library(),
         "openmp": _native.openmp_libraries(),
         "collectives": collectives,
-        "missing": _missing(devices, kernels, collectives),
+        "missing": _list_missing(devices, kernels, collectives),
     }
 
 
-def _versions() -> dict[str, str | None]:
+def _find_versions() -> dict[str, str | None]:
     toolkits = {name: find_toolkit(name) for name in ("cuda", "cann")}
-    found: dict[str, str | None] = {name: _package(name) for name in ("npuzero", "torch", "torch_npu")}
+    found: dict[str, str | None] = {name: _find_package_version(name) for name in ("npuzero", "torch", "torch_npu")}
     found["python"] = platform.python_version()
     found["torch's cuda"] = torch.version.cuda
     found |= {f"npu {part}": version for part, version in npu.driver_versions().items()}
@@ -69,14 +69,14 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _package(name: str) -> str | None:
+def _find_package_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _device(kind: type[device.Device]) -> dict[str, Any]:
+def _describe_device_kind(kind: type[device.Device]) -> dict[str, Any]:
     found = kind.available()
     names = [kind.kind] if kind.kind == "cpu" else [f"{kind.kind}:{index}" for index in range(kind.count())]
     return {
@@ -87,7 +87,7 @@ def _device(kind: type[device.Device]) -> dict[str, Any]:
     }
 
 
-def _collectives(kind: type[device.Device]) -> dict[str, Any]:
+def _find_collective_backends(kind: type[device.Device]) -> dict[str, Any]:
     distributed = torch.distributed
     built: dict[str, Callable[[], bool]] = {
         "gloo": distributed.is_gloo_available,
@@ -99,7 +99,7 @@ def _collectives(kind: type[device.Device]) -> dict[str, Any]:
     return {"backends": own + [kind.backend] * usable, "wanted": kind.backend}
 
 
-def _missing(
+def _list_missing(
     devices: dict[str, Any], kernels: dict[str, dict[str, bool]], collectives: dict[str, Any]
 ) -> list[dict[str, str]]:
     missing = [
@@ -112,13 +112,13 @@ def _missing(
         why = f"{len(runtimes)} are in this process, whose threads compete: {', '.join(runtimes)}"
         missing.append({"what": "a single OpenMP runtime", "why": why, "do": _native.ONE_OPENMP})
     toolkit = find_toolkit("cann")
-    if toolkit and (mismatch := cann.mismatch(toolkit.version, _package("torch_npu"))):
+    if toolkit and (mismatch := cann.find_cann_mismatch(toolkit.version, _find_package_version("torch_npu"))):
         missing.append({"what": "the CANN of this torch_npu", **mismatch})
     for kind, facts in devices.items():
         lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
         if lacking:
             why = f"this build has none for {', '.join(lacking)}"
-            failed = npu_kernels.why_none() if kind == "npu" else None
+            failed = npu_kernels.why_no_library() if kind == "npu" else None
             if failed:
                 why += f"; building them failed: {failed.splitlines()[0]}"
             missing.append({"what": f"kernels for {kind}", "why": why, "do": _REFERENCE + _ADD_KERNELS.get(kind, "")})

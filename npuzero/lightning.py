@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from npuzero import adopt
 from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, gathered, load_full_state_dict
 from npuzero.errors import ConfigError
-from npuzero.shard.guard import owned
 from npuzero.shard.find_engine import engine_of
+from npuzero.shard.guard import is_engine_parameter
 
 
-def _packages() -> tuple[Any, Any, Any]:
+def _import_lightning() -> tuple[Any, Any, Any]:
     """Return the modules of strategies, of a trainer's states and of callbacks, of the package that is meant.
 
     Raises:
@@ -43,10 +43,10 @@ def _packages() -> tuple[Any, Any, Any]:
             return strategies, states, callbacks
         except ImportError as error:
             missing = error
-    raise adopt.missing("npuzero.lightning", "lightning", missing) from missing
+    raise adopt.package_missing_error("npuzero.lightning", "lightning", missing) from missing
 
 
-_strategies, _states, _callbacks = _packages()
+_strategies, _states, _callbacks = _import_lightning()
 #: EMA and its kin; () before Lightning 2.6.
 _WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
 
@@ -97,11 +97,11 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
                 got=", ".join(refused),
                 do="Leave DistributedDataParallel's out: npuzero reduces the gradients, and zero={...} says how.",
             )
-        self._zero = adopt.check_options("ZeroStrategy", zero)
+        self._zero = adopt.check_zero_options("ZeroStrategy", zero)
         self._full = full_checkpoints
         self._shards: Path | None = None  # of the checkpoint that is being loaded
         self._weights: tuple[Mapping[str, Any], bool, bool] | None = None  # what setup is to load, and how
-        self._adapted = _Adapted()
+        self._adapted = _CallbackAdapter()
         self._ready = False  # set up: what is loaded need not wait
 
     # -- the module and its optimizers -----------------------------------------------------------------------------
@@ -114,10 +114,10 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            plugin.clip_gradients = partial(_clip, plugin)
+            plugin.clip_gradients = partial(_clip_gradients, plugin)
             scaler = getattr(plugin, "scaler", None)
             if isinstance(scaler, torch.amp.GradScaler):
-                plugin.scaler = _scaler_of(scaler)
+                plugin.scaler = _build_loss_scaler(scaler)
         self._precision_plugin = plugin
 
     def setup_environment(self) -> None:
@@ -139,7 +139,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         with self._adapted.thawed():
-            self.model = adopt.shard(self.model, self.root_device, self._zero)
+            self.model = adopt.shard_framework_model(self.model, self.root_device, self._zero)
         self._adapted.gather_for(trainer.callbacks, self.lightning_module)
         if fits:
             self.setup_optimizers(trainer)
@@ -157,7 +157,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     def setup_optimizers(self, trainer: Any) -> None:
         """Make optimizers and schedulers, and put the optimizers over the shards."""
         super().setup_optimizers(trainer)
-        self.optimizers = [adopt.adopt(optimizer) for optimizer in self.optimizers]
+        self.optimizers = [adopt.adopt_optimizer(optimizer) for optimizer in self.optimizers]
         for config in self.lr_scheduler_configs:
             adopt.check_scheduler(config.scheduler)
 
@@ -201,7 +201,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Send nothing inside, where the plan keeps gradients unsharded; the sums are the same anyway."""
-        with adopt.accumulating(self.model):
+        with adopt.accumulate_gradients_locally(self.model):
             yield
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             path.unlink()
         self.barrier()
         path.mkdir(parents=True, exist_ok=True)
-        optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
-        adopt.save(path / adopt.FOLDER, self.lightning_module, optimizer)
+        optimizer = _get_single_optimizer(self.optimizers) if "optimizer_states" in checkpoint else None
+        adopt.save_adopted(path / adopt.FOLDER, self.lightning_module, optimizer)
         super().save_checkpoint(checkpoint, path / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -257,7 +257,11 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             return
         (weights, strict, with_states), self._weights = self._weights, None
         if self._shards is not None:
-            adopt.load(self._shards, self.lightning_module, _only(self.optimizers) if fits and with_states else None)
+            adopt.load_adopted(
+                self._shards,
+                self.lightning_module,
+                _get_single_optimizer(self.optimizers) if fits and with_states else None,
+            )
         if self._shards is None or weights:
             load_full_state_dict(self.lightning_module, weights, strict)
 
@@ -273,7 +277,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         strategy_registry.register("npuzero", cls, description="ZeRO stage 3, by npuzero", override=True)
 
 
-class _Adapted:
+class _CallbackAdapter:
     """Let Lightning's callbacks that read, write or freeze parameters do so where these are sharded.
 
     Methods are replaced on the callbacks from :meth:`begin` to :meth:`end`.
@@ -302,7 +306,7 @@ class _Adapted:
         Raises:
             ConfigError: they would find or leave rounded values.
         """
-        inside = partial(_gathered, module)
+        inside = partial(_run_gathered, module)
         for callback in callbacks:
             if isinstance(callback, _callbacks.StochasticWeightAveraging):
                 _check_averaged(callback, module, swapped=False)
@@ -372,7 +376,7 @@ class _CompareByIdentity(TorchFunctionMode):
     """Let ``torch.equal`` tell whether two parameters of a sharded model are the same one."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.equal and all(isinstance(each, nn.Parameter) and owned(each) for each in args):
+        if func is torch.equal and all(isinstance(each, nn.Parameter) and is_engine_parameter(each) for each in args):
             return args[0] is args[1]
         return func(*args, **(kwargs or {}))
 
@@ -383,7 +387,7 @@ def _compare_by_identity(finetune: Callable[..., None], *args: Any, **kwargs: An
         finetune(*args, **kwargs)
 
 
-def _gathered(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _run_gathered(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with gathered(module) if adopt.is_sharded(module) else contextlib.nullcontext():
         method(*args, **kwargs)
 
@@ -421,7 +425,7 @@ def _check_averaged(callback: object, module: nn.Module, swapped: bool) -> None:
         )
 
 
-def _clip(plugin: Any, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+def _clip_gradients(plugin: Any, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
     """Clip the gradients of the optimizer's parameters, in place of the precision plugin."""
     if clip_val <= 0:
         return
@@ -433,12 +437,12 @@ def _clip(plugin: Any, optimizer: Any, clip_val: float = 0.0, gradient_clip_algo
     clip((parameter for group in optimizer.param_groups for parameter in group["params"]), clip_val)
 
 
-def _only(optimizers: list[Any]) -> Any:
+def _get_single_optimizer(optimizers: list[Any]) -> Any:
     """Return the optimizer whose shards go with the module's; None where several share it."""
     return optimizers[0] if len(optimizers) == 1 else None
 
 
-def _scaler_of(scaler: torch.amp.GradScaler) -> LossScaler:
+def _build_loss_scaler(scaler: torch.amp.GradScaler) -> LossScaler:
     """Return npuzero's scaler, with the settings of torch's."""
     return LossScaler(
         init_scale=scaler._init_scale,

@@ -16,7 +16,7 @@ from torch import nn
 
 from npuzero import adopt
 from npuzero.api import load_full_state_dict
-from npuzero.errors import CheckpointError, ConfigError, differing_names
+from npuzero.errors import CheckpointError, ConfigError, describe_differing_names
 
 try:
     import safetensors.torch
@@ -27,11 +27,11 @@ try:
     if not hasattr(Trainer, "_build_accelerator_args"):
         raise ImportError(f"transformers {__version__}, which is older than 5.3")
 except ImportError as error:
-    raise adopt.missing("npuzero.transformers", "transformers", error) from error
+    raise adopt.package_missing_error("npuzero.transformers", "transformers", error) from error
 
 from npuzero.accelerate import ZeroAccelerator
-from npuzero.checkpoint.weights import tensors_at
-from npuzero.shard.state_dict import given
+from npuzero.checkpoint.weights import find_weight_tensors
+from npuzero.shard.state_dict import override_state_dict
 
 __all__ = ["ZeroTrainer"]
 
@@ -110,7 +110,7 @@ class ZeroTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch; a Seq2SeqTrainer generates on every rank until all have finished, where forwards gather."""
-        if isinstance(self, Seq2SeqTrainer) and adopt.gathers(self.model):
+        if isinstance(self, Seq2SeqTrainer) and adopt.gathers_parameters(self.model):
             gen_kwargs = {"synced_gpus": True, **(gen_kwargs or getattr(self, "_gen_kwargs", {}))}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
 
@@ -123,7 +123,7 @@ class ZeroTrainer(Trainer):
             return
         # Every rank gathers; the one that writes has all of it in the host's memory.
         state = self.accelerator.get_state_dict(self.model)
-        with given(self.model, state):
+        with override_state_dict(self.model, state):
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -132,7 +132,7 @@ class ZeroTrainer(Trainer):
         if not adopt.is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        adopt.save(Path(output_dir, adopt.FOLDER), self.model, _inner(self.optimizer))
+        adopt.save_adopted(Path(output_dir, adopt.FOLDER), self.model, _unwrap_optimizer(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -146,7 +146,7 @@ class ZeroTrainer(Trainer):
         if checkpoint is None or not _has_shards(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        adopt.load(Path(checkpoint, adopt.FOLDER), self.model, _inner(self.optimizer))
+        adopt.load_adopted(Path(checkpoint, adopt.FOLDER), self.model, _unwrap_optimizer(self.optimizer))
         state = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
@@ -155,7 +155,7 @@ class ZeroTrainer(Trainer):
         if not adopt.is_sharded(self.model):
             super()._load_best_model()
         elif _has_shards(best):
-            adopt.load(Path(best, adopt.FOLDER), self.model, None)
+            adopt.load_adopted(Path(best, adopt.FOLDER), self.model, None)
         else:
             _load_weights(self.model, Path(best))
 
@@ -172,7 +172,7 @@ def _load_adapters(model: Any, folder: Path) -> None:
         if not isinstance(model, peft.PeftModel):  # one of transformers' own, which writes the names of PEFT's wrapper
             stored = {key.removeprefix("base_model.model."): tensor for key, tensor in stored.items()}
         # PEFT leaves the adapter's name out of the files' names: it says here which tensor is stored as what.
-        with given(model, named):
+        with override_state_dict(model, named):
             names = {id(tensor): name for name, tensor in named.items()}
             saved = peft.get_peft_model_state_dict(model, state_dict={**named}, adapter_name=adapter)
         if saved.keys() != stored.keys():
@@ -180,7 +180,7 @@ def _load_adapters(model: Any, folder: Path) -> None:
             raise CheckpointError(
                 f"adapter {adapter!r} in {path}",
                 expected="the tensors of the model's adapter",
-                got=differing_names(missing, unknown),
+                got=describe_differing_names(missing, unknown),
                 do="Load the files of an adapter of the same configuration.",
             )
         state |= {names[id(tensor)]: stored[key] for key, tensor in saved.items()}
@@ -203,7 +203,7 @@ def _adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return stored
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return npuzero's optimizer, within accelerate's wrapper."""
     inner: torch.optim.Optimizer = optimizer.optimizer
     return inner
@@ -222,7 +222,7 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
     if isinstance(getattr(model, "peft_config", None), dict):
         _load_adapters(model, folder)
         return
-    files = {entry.file for entry in tensors_at(folder).values()}
+    files = {entry.file for entry in find_weight_tensors(folder).values()}
     state = {name: value for file in sorted(files) for name, value in safetensors.torch.load_file(file).items()}
     # Of tied tensors there is one name in the files.
     names: dict[int, str] = {}

@@ -37,7 +37,7 @@ _BLOCK = re.compile(
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """Some Python of a page.
 
     Attributes:
@@ -51,20 +51,20 @@ class Block:
     mark: str
 
 
-def blocks(page: str) -> list[Block]:
+def find_page_blocks(page: str) -> list[PageBlock]:
     """Those of a page, hidden ones among them, in order."""
     text = (ROOT / page).read_text("utf-8")
     found = []
     for match in _BLOCK.finditer(text):
         group = "hidden" if match["hidden"] is not None else "shown"
-        found.append(Block(match[group], text.count("\n", 0, match.start(group)) + 1, match["mark"] or ""))
+        found.append(PageBlock(match[group], text.count("\n", 0, match.start(group)) + 1, match["mark"] or ""))
     return found
 
 
-def run(page: str) -> None:
+def run_page(page: str) -> None:
     """Run the page's program in the current folder; tracebacks have the page's lines."""
     namespace = {"__name__": "__main__"}
-    for block in blocks(page):
+    for block in find_page_blocks(page):
         if not block.mark:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, str(ROOT / page), "exec"), namespace)
@@ -77,7 +77,7 @@ def main() -> None:
         folder = start / page.replace("/", "-")
         folder.mkdir(exist_ok=True)
         os.chdir(folder)
-        run(page)
+        run_page(page)
 
 
 if __name__ == "__main__":

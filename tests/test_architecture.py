@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from trees import tree_of, trees_end_with_these_tests  # noqa: F401
+from trees import parse_tree, trees_end_with_these_tests  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "npuzero"
@@ -72,19 +72,19 @@ def python_files(folder: Path = PACKAGE) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def part_of(path: Path) -> str:
+def package_part(path: Path) -> str:
     """The part a module belongs to: the first name below the package."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def place(path: Path, node: ast.AST) -> str:
+def source_place(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
 
 def imported_modules(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Every module that `path` imports, wherever in the file, by its full dotted name."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -103,7 +103,7 @@ def imported_parts(path: Path) -> Iterator[tuple[ast.AST, str]]:
             yield node, part if part in ROW_OF or part == "_C" else "__init__"
 
 
-def docstrings(tree: ast.Module) -> set[int]:
+def docstring_ids(tree: ast.Module) -> set[int]:
     """Ids of the constants that are docstrings."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
@@ -114,15 +114,15 @@ def docstrings(tree: ast.Module) -> set[int]:
 
 
 def test_every_part_has_a_row():
-    parts = {part_of(path) for path in python_files()}
+    parts = {package_part(path) for path in python_files()}
     assert parts <= set(ROW_OF), f"give {sorted(parts - set(ROW_OF))} a row in docs/architecture.md and here"
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_up_the_rows_only(path):
-    own = part_of(path)
+    own = package_part(path)
     wrong = [
-        f"{place(path, node)} imports {part}"
+        f"{source_place(path, node)} imports {part}"
         for node, part in imported_parts(path)
         if part not in (own, "_C") and ROW_OF[part] >= ROW_OF[own]
     ]
@@ -181,12 +181,12 @@ def test_cpp_layers():
 
 def test_no_preset_is_named_outside_the_table():
     wrong = []
-    for path in (path for path in python_files() if part_of(path) != "plan"):
-        texts = docstrings(tree_of(path))
-        for node in ast.walk(tree_of(path)):
+    for path in (path for path in python_files() if package_part(path) != "plan"):
+        texts = docstring_ids(parse_tree(path))
+        for node in ast.walk(parse_tree(path)):
             text = getattr(node, "value", None) if isinstance(node, ast.Constant) and id(node) not in texts else None
             if isinstance(text, str) and re.fullmatch(r"zero\d[\w.-]*|hsdp|mics|hpz", text):
-                wrong.append(f"{place(path, node)} names preset {text!r}")
+                wrong.append(f"{source_place(path, node)} names preset {text!r}")
     assert not wrong, wrong
 
 
@@ -237,10 +237,10 @@ def test_a_pipelines_stage_may_be_compared(code, asks):
 def test_a_stage_is_data_not_an_if():
     """No comparison with a stage or preset of ZeRO; Plan.preset looks it up in the table."""
     wrong = [
-        f"{place(path, node)} asks for a stage"
+        f"{source_place(path, node)} asks for a stage"
         for path in python_files()
-        for node in ast.walk(tree_of(path))
-        if asks_for_a_stage(node, part_of(path) in ZERO_STAGES)
+        for node in ast.walk(parse_tree(path))
+        if asks_for_a_stage(node, package_part(path) in ZERO_STAGES)
     ]
     assert not wrong, wrong
 
@@ -251,7 +251,7 @@ CLASS_METHODS, FILE_LINES, API_CODE_LINES = 20, 500, 290
 LARGE: dict[str, int] = {}
 
 
-def sources() -> Iterator[Path]:
+def project_sources() -> Iterator[Path]:
     folders = ("npuzero", "csrc", "tests", "docker", "examples", "benchmarks", ".ci")
     suffixes = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".sh"}
     for path in (*ROOT.glob("*.py"), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*")))):
@@ -259,14 +259,14 @@ def sources() -> Iterator[Path]:
             yield path
 
 
-def lines_of(path: Path) -> int:
+def count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def code_lines_of(path: Path) -> int:
     """Lines with code: neither docstrings, whose examples shall cost nothing, nor comments, nor blank ones."""
     code: set[int] = set()
-    tree = tree_of(path)
+    tree = parse_tree(path)
     texts = {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -279,19 +279,19 @@ def code_lines_of(path: Path) -> int:
     return len(code - docstring)
 
 
-def methods_of(node: ast.ClassDef) -> int:
+def count_methods(node: ast.ClassDef) -> int:
     """Private ones count, and so do properties; an overload is no method of its own."""
     methods = (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
     return len({method.name for method in methods})
 
 
 def test_what_is_large_is_divided():
-    sizes = {path.relative_to(ROOT).as_posix(): (lines_of(path), FILE_LINES) for path in sources()}
+    sizes = {path.relative_to(ROOT).as_posix(): (count_lines(path), FILE_LINES) for path in project_sources()}
     sizes["npuzero/api"] = sum(map(code_lines_of, python_files(PACKAGE / "api"))), API_CODE_LINES
-    for path in (path for path in sources() if path.suffix == ".py"):
-        for node in ast.walk(tree_of(path)):
+    for path in (path for path in project_sources() if path.suffix == ".py"):
+        for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.ClassDef):
-                sizes[f"{path.relative_to(ROOT).as_posix()}: {node.name}"] = methods_of(node), CLASS_METHODS
+                sizes[f"{path.relative_to(ROOT).as_posix()}: {node.name}"] = count_methods(node), CLASS_METHODS
     above = {name: f"{size} > {most}" for name, (size, most) in sizes.items() if size > most}
     new = {name: size for name, size in above.items() if name not in LARGE}
     assert not new, f"divide {new}"
@@ -302,10 +302,10 @@ def test_what_is_large_is_divided():
 
 def test_the_library_prints_nothing():
     wrong = [
-        place(path, node)
+        source_place(path, node)
         for path in python_files()
-        if part_of(path) not in TALKS
-        for node in ast.walk(tree_of(path))
+        if package_part(path) not in TALKS
+        for node in ast.walk(parse_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "breakpoint"}
     ]
     assert not wrong, wrong
@@ -313,10 +313,10 @@ def test_the_library_prints_nothing():
 
 def test_config_is_the_only_reader_of_the_environment():
     wrong = [
-        place(path, node)
+        source_place(path, node)
         for path in python_files()
-        if part_of(path) != "config"
-        for node in ast.walk(tree_of(path))
+        if package_part(path) != "config"
+        for node in ast.walk(parse_tree(path))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
     ]
     assert not wrong, wrong
@@ -325,9 +325,9 @@ def test_config_is_the_only_reader_of_the_environment():
 def test_vendors_packages_are_imported_only_when_asked_for():
     """Never at the head of a module: where torch_npu is installed without CANN, importing it fails."""
     wrong = [
-        place(path, node)
+        source_place(path, node)
         for path in python_files()
-        for node in tree_of(path).body
+        for node in parse_tree(path).body
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in [node.module or "" if isinstance(node, ast.ImportFrom) else alias.name for alias in node.names]
         if name.partition(".")[0] in {"torch_npu", "matplotlib", "safetensors", "rich"}
@@ -365,7 +365,7 @@ def test_no_file_names_a_machine():
     assert not wrong, wrong
 
 
-def anchors(text: str) -> set[str]:
+def heading_anchors(text: str) -> set[str]:
     """Of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -378,7 +378,7 @@ def test_links_between_documents_lead_somewhere():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             file, _, anchor = target.partition("#")
             there = path.parent / file if file else path
-            found = there.exists() and (not anchor or anchor in anchors(there.read_text("utf-8")))
+            found = there.exists() and (not anchor or anchor in heading_anchors(there.read_text("utf-8")))
             if "://" not in target and not found:
                 wrong.append(f"{path.relative_to(ROOT)} → {target}")
         named, defined = (

@@ -44,7 +44,7 @@ VERBS = frozenset(
 )
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+def package_docstrings() -> Iterator[tuple[str, str]]:
     """Where each docstring of a class or function in the package is, and its text."""
     for path in sorted((ROOT / "npuzero").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -55,13 +55,13 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def test_they_begin_with_a_verb():
-    found = dict(docstrings())
+    found = dict(package_docstrings())
     assert len(found) > 1000, "the package was not found"
     odd = {place: text.splitlines()[0] for place, text in found.items() if text.split()[0].rstrip(",:.") not in VERBS}
     assert not odd, f"begin with a verb in the imperative, or add it to VERBS if it is one: {odd}"
 
 
-def public() -> dict[str, Any]:
+def public_objects() -> dict[str, Any]:
     """What users call, by name. Errors are not called; the root of their tree shows how all are caught."""
     named = [(f"npuzero.{name}", getattr(npuzero, name)) for name in npuzero.__all__]
     named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
@@ -78,7 +78,7 @@ def public() -> dict[str, Any]:
     }
 
 
-def example_of(each: Any) -> str | None:
+def find_example(each: Any) -> str | None:
     """The code of the docstring's example; None where it has none."""
     found = re.search(r"^Example::\n\n((?: {4}.*\n?|\n)+)", inspect.getdoc(each) or "", re.MULTILINE)
     return found and textwrap.dedent(found[1])
@@ -103,10 +103,10 @@ def names() -> Iterator[dict[str, Any]]:
     world.close()
 
 
-@pytest.mark.parametrize("name", public())
+@pytest.mark.parametrize("name", public_objects())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's checkpoint, of one process
 def test_an_example_runs(name, names, tmp_path, monkeypatch):
-    code = example_of(public()[name])
+    code = find_example(public_objects()[name])
     assert code, f"{name}: end its docstring with a block 'Example::' that shows a call"
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "tests" / "compat" / "internevo" / "configs" / "7B_sft.py", tmp_path)

@@ -10,11 +10,11 @@ import pytest
 import documents
 import npuzero
 from documents import PAGES, ROOT
-from examples.pages import run, run_script
+from examples.pages import run_program_text, run_script
 from npuzero.cli import main
 
 README = (ROOT / "README.md").read_text("utf-8")
-FIRST = next(block.code for block in documents.blocks("README.md"))
+FIRST = next(block.code for block in documents.find_page_blocks("README.md"))
 COMMANDS = {
     command: page
     for page in ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")))
@@ -29,7 +29,7 @@ def test_the_first_program_is_twelve_lines():
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path):
-    printed = run(FIRST, ranks, tmp_path)
+    printed = run_program_text(FIRST, ranks, tmp_path)
     for rank in range(ranks):
         found = re.findall(rf"rank {rank} of {ranks}, step +(\d+): loss ([\d.]+)", printed)
         losses = [float(loss) for _, loss in found]
@@ -46,7 +46,7 @@ def test_the_programs_of_all_pages_run(ranks, tmp_path):
 
 
 def test_pages_say_who_runs_what_is_not_run_there():
-    found = [(page, block) for page in PAGES for block in documents.blocks(page)]
+    found = [(page, block) for page in PAGES for block in documents.find_page_blocks(page)]
     assert sum(block.code.count("\n") for _, block in found if not block.mark) > 100
     for page, block in found:
         _, runs, path = block.mark.partition("run by ")
@@ -54,7 +54,9 @@ def test_pages_say_who_runs_what_is_not_run_there():
     for page in PAGES:
         shown = (ROOT / page).read_text("utf-8").count("```python")
         hidden = (ROOT / page).read_text("utf-8").count("<!-- python\n")
-        assert len(documents.blocks(page)) == shown + hidden, f"{page}: a block is in no form that would be run"
+        assert len(documents.find_page_blocks(page)) == shown + hidden, (
+            f"{page}: a block is in no form that would be run"
+        )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

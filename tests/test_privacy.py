@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from trees import tree_of, trees_end_with_these_tests  # noqa: F401
+from trees import parse_tree, trees_end_with_these_tests  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -37,25 +37,25 @@ def is_private(name: str) -> bool:
 def private_names(path: Path) -> frozenset[str]:
     """The private names that a file gives: to functions, classes, variables, and attributes of its own objects."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and own(node.value, path):
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own_attribute(node.value, path):
             found.add(node.attr)
     return frozenset(filter(is_private, found))
 
 
-def own(value: ast.expr, path: Path) -> bool:
+def is_own_attribute(value: ast.expr, path: Path) -> bool:
     """Whether an attribute of ``value`` is of the file's making: anything in the package, its own objects in a test."""
     return path in PACKAGE or (isinstance(value, ast.Name) and value.id in ("self", "cls"))
 
 
 def used_names(path: Path) -> Iterator[tuple[int, str]]:
     """Line and name of every attribute, import, and name in a text alone, that may be another file's."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and root_of(node) != "torch":
+    for node in ast.walk(parse_tree(path)):
+        if isinstance(node, ast.Attribute) and root_name(node) != "torch":
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -64,7 +64,7 @@ def used_names(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in re.findall(r"(?:^|(?<=\w\.))_[A-Za-z]\w*\b", node.value))
 
 
-def root_of(node: ast.expr) -> str:
+def root_name(node: ast.expr) -> str:
     """The name at the beginning of ``name.attribute.attribute``."""
     while isinstance(node, ast.Attribute):
         node = node.value

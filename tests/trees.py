@@ -11,7 +11,7 @@ import pytest
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def parse_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -19,4 +19,4 @@ def tree_of(path: Path) -> ast.Module:
 def trees_end_with_these_tests() -> Iterator[None]:
     """They are a million objects, through which every later collection of this process would look."""
     yield
-    tree_of.cache_clear()
+    parse_tree.cache_clear()

@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.axes.llama import Llama
+from benchmarks.axes.llama import LlamaSizes
 from benchmarks.step.compare import BANDS, ROOT
-from npuzero.bench import Benchmark, Effort, Result, Team, python_worker, run
+from npuzero.bench import Benchmark, Effort, Result, Team, python_worker, run_benchmark
 from npuzero.errors import BenchmarkError
 
 
 @dataclass(frozen=True)
-class Side:
+class AxisContender:
     """A contender, and what it trains on.
 
     Attributes:
@@ -32,7 +32,7 @@ class Side:
 
     name: str
     contender: str
-    sizes: Llama
+    sizes: LlamaSizes
     shared: int
     apart: bool = False
     learns: bool = True
@@ -57,11 +57,11 @@ class Side:
         )
 
 
-def nothing(teams: Mapping[str, Team], result: Result) -> None:
+def ask_nothing(teams: Mapping[str, Team], result: Result) -> None:
     """Ask no more of the contenders."""
 
 
-def add_options(parser: argparse.ArgumentParser, sizes: type[Llama] = Llama) -> None:
+def add_axis_comparison_options(parser: argparse.ArgumentParser, sizes: type[LlamaSizes] = LlamaSizes) -> None:
     """The options of every comparison; those of ``sizes`` among them."""
     sizes.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="each a process with one thread")
@@ -72,12 +72,12 @@ def add_options(parser: argparse.ArgumentParser, sizes: type[Llama] = Llama) -> 
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
 
 
-def measure(
+def measure_sides(
     name: str,
     title: str,
-    sides: Sequence[Side],
+    sides: Sequence[AxisContender],
     options: argparse.Namespace,
-    also: Callable[[Mapping[str, Team], Result], None] = nothing,
+    also: Callable[[Mapping[str, Team], Result], None] = ask_nothing,
 ) -> Result:
     """Return the times of all sides, the first of which is the baseline, and what each held.
 
@@ -87,10 +87,10 @@ def measure(
     Raises:
         BenchmarkError: one of them does not start, or learns something else than plain torch.
     """
-    wanted: dict[tuple[Llama, int], list[float]] = {}
+    wanted: dict[tuple[LlamaSizes, int], list[float]] = {}
     for side in sides:
         if side.learns and (side.sizes, side.shared) not in wanted:
-            wanted[side.sizes, side.shared] = reference(side, options)
+            wanted[side.sizes, side.shared] = reference_losses(side, options)
     with ExitStack() as stack:
         teams = {}
         for side in sides:
@@ -100,13 +100,13 @@ def measure(
 
         def check() -> str:
             those = [side for side in sides if side.learns]
-            return "; ".join(_learns(side, teams[side.name], wanted[side.sizes, side.shared]) for side in those)
+            return "; ".join(_check_losses(side, teams[side.name], wanted[side.sizes, side.shared]) for side in those)
 
         parameters = {"ranks": options.ranks, "sides": {side.name: asdict(side.sizes) for side in sides}}
         contenders = [team.contender() for team in teams.values()]
         effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
         benchmark = Benchmark(name, title, contenders, sides[0].name, check, parameters)
-        result = run(benchmark, effort)
+        result = run_benchmark(benchmark, effort)
         for side in sides:
             looks = teams[side.name].ask("look", steps=1)
             held = [look["peak_bytes"] - look["base_bytes"] for look in looks]
@@ -116,7 +116,7 @@ def measure(
     return result
 
 
-def told(result: Result) -> str:
+def format_sides(result: Result) -> str:
     """For people: times beside the baseline's, and memory."""
     lines = [f"{result.title}: {len(result.seconds[result.baseline])} rounds; {result.checked}"]
     for name, seconds in result.seconds.items():
@@ -127,7 +127,7 @@ def told(result: Result) -> str:
     return "\n".join(lines)
 
 
-def told_beside(result: Result, own: str, others: Sequence[str], goal: float) -> str:
+def format_time_and_memory(result: Result, own: str, others: Sequence[str], goal: float) -> str:
     """For people: how much of each other's time and memory ours takes, with the goal for the time."""
     lines = []
     for other in others:
@@ -137,7 +137,7 @@ def told_beside(result: Result, own: str, others: Sequence[str], goal: float) ->
     return "\n".join(lines)
 
 
-def reference(side: Side, options: argparse.Namespace) -> list[float]:
+def reference_losses(side: AxisContender, options: argparse.Namespace) -> list[float]:
     """Plain torch's losses, one process taking the batches of all ranks."""
     batches = [list(range(options.ranks // side.shared))]
     print(f"plain torch, as {side.name} is to learn", flush=True)
@@ -146,7 +146,7 @@ def reference(side: Side, options: argparse.Namespace) -> list[float]:
     return losses
 
 
-def _learns(side: Side, team: Team, wanted: list[float]) -> str:
+def _check_losses(side: AxisContender, team: Team, wanted: list[float]) -> str:
     by_rank = team.ask("train", steps=len(wanted))
     losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
     band = BANDS[side.sizes.precision]

@@ -15,40 +15,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.axes.llama import loss_of
-from benchmarks.peers.contenders import join
-from benchmarks.step.contenders import Build, Steps, plain_steps
-from benchmarks.step.workload import MAX_NORM, Workload
+from benchmarks.axes.llama import llama_loss
+from benchmarks.peers.contenders import join_ranks
+from benchmarks.step.contenders import Build, TrainSteps, plain_steps
+from benchmarks.step.workload import MAX_NORM, GPTWorkload
 
 RANKS = 2  # that share a batch
 
 
-def plain() -> Build:
+def plain_llama() -> Build:
     """Plain torch in one process."""
-    return lambda model, workload: replace(plain_steps(model, workload.hyper, workload.dtype), loss=loss_of)
+    return lambda model, workload: replace(plain_steps(model, workload.hyper, workload.dtype), loss=llama_loss)
 
 
-def tensor(mode: str) -> Build:
+def npuzero_tensor(mode: str) -> Build:
     """npuzero: tensor ranks, and stage 3 over data ranks."""
     import npuzero
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         npuzero.init()
         mesh = npuzero.mesh(tensor=RANKS)
         words = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
         words["lm_head"] = "colwise_gather_output"
         npuzero.parallel.tensor(model, mesh, mode=mode, plan=words)
-        return sharded(model, workload, mesh, "zero3")
+        return shard_with_preset(model, workload, mesh, "zero3")
 
     return build
 
 
-def isp() -> Build:
+def npuzero_isp() -> Build:
     """npuzero: ranks that share a sequence, and stage 3 over all of them."""
     import npuzero
     from npuzero import parallel
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         npuzero.init()
         mesh = npuzero.mesh(sequence=RANKS, local_size=RANKS)
 
@@ -57,32 +57,32 @@ def isp() -> Build:
             return parallel.token_loss(model(input_ids=inputs).logits, labels, mesh)
 
         parallel.sequence(model, mesh)
-        return replace(sharded(model, workload, mesh, "isp"), loss=loss)
+        return replace(shard_with_preset(model, workload, mesh, "isp"), loss=loss)
 
     return build
 
 
-def zero3() -> Build:
+def npuzero_zero3() -> Build:
     """npuzero: ranks with sequences of their own, and stage 3 over all of them."""
     import npuzero
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         npuzero.init()
-        return sharded(model, workload, npuzero.mesh(), "zero3")
+        return shard_with_preset(model, workload, npuzero.mesh(), "zero3")
 
     return build
 
 
-def sharded(model: nn.Module, workload: Workload, mesh: Any, preset: str) -> Steps:
+def shard_with_preset(model: nn.Module, workload: GPTWorkload, mesh: Any, preset: str) -> TrainSteps:
     """npuzero's training under a preset."""
     import npuzero
 
     precision = workload.precision + ("-split" if workload.precision == "bf16" else "")
     npuzero.zero(model, plan=npuzero.Plan.preset(preset, precision=precision), mesh=mesh)
-    return trained(model, workload.hyper)
+    return build_train_steps(model, workload.hyper)
 
 
-def trained(model: nn.Module, hyper: dict[str, Any]) -> Steps:
+def build_train_steps(model: nn.Module, hyper: dict[str, Any]) -> TrainSteps:
     """npuzero's clipping and AdamW on a model that it has sharded."""
     import npuzero
 
@@ -93,10 +93,10 @@ def trained(model: nn.Module, hyper: dict[str, Any]) -> Steps:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Steps(model, update, loss=loss_of)
+    return TrainSteps(model, update, loss=llama_loss)
 
 
-def torchs(backend: str) -> Build:
+def torch_tensor_fsdp2(backend: str) -> Build:
     """parallelize_module over tensor ranks, FSDP2 over data ranks: torch's own, as its tutorial has them."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -106,8 +106,8 @@ def torchs(backend: str) -> Build:
     if backend == "shm":
         import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
-        join(backend)
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
+        join_ranks(backend)
         shape = (dist.get_world_size() // RANKS, RANKS)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -133,17 +133,17 @@ def torchs(backend: str) -> Build:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Steps(model, update, loss=loss_of)
+        return TrainSteps(model, update, loss=llama_loss)
 
     return build
 
 
 CONTENDERS: dict[str, Callable[[], Build]] = {
-    "plain": plain,
-    "mtp": partial(tensor, "mtp"),
-    "msp": partial(tensor, "msp"),
-    "isp": isp,
-    "zero3": zero3,
-    "torch": partial(torchs, "gloo"),
-    "torch-shm": partial(torchs, "shm"),
+    "plain": plain_llama,
+    "mtp": partial(npuzero_tensor, "mtp"),
+    "msp": partial(npuzero_tensor, "msp"),
+    "isp": npuzero_isp,
+    "zero3": npuzero_zero3,
+    "torch": partial(torch_tensor_fsdp2, "gloo"),
+    "torch-shm": partial(torch_tensor_fsdp2, "shm"),
 }

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.step.workload import Workload
+from benchmarks.step.workload import GPTWorkload
 
 
 @dataclass(frozen=True)
-class Llama(Workload):
+class LlamaSizes(GPTWorkload):
     """Sizes of the model and of a step; with these it has 32.0 M parameters."""
 
     vocabulary: int = 8192
@@ -41,7 +41,7 @@ class Llama(Workload):
         )
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def llama_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
     logits = model(input_ids=tokens[:, :-1]).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

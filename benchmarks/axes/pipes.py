@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.axes.contenders import plain, trained
-from benchmarks.axes.llama import Llama
-from benchmarks.peers.contenders import join
-from benchmarks.step.contenders import Build, Steps, plain_steps
-from benchmarks.step.work import Rank
+from benchmarks.axes.contenders import build_train_steps, plain_llama
+from benchmarks.axes.llama import LlamaSizes
+from benchmarks.peers.contenders import join_ranks
+from benchmarks.step.contenders import Build, TrainSteps, plain_steps
+from benchmarks.step.work import StepRank
 from benchmarks.step.workload import MAX_NORM
 
 STAGES = 2
@@ -29,7 +29,7 @@ FIRST = "model.embed_tokens"  # of the blocks
 
 
 @dataclass(frozen=True)
-class Piped(Llama):
+class PipelineSizes(LlamaSizes):
     """Sizes of a step that goes through stages in micro-batches, ``first`` layers in the first of two stages."""
 
     sequence: int = 32
@@ -54,7 +54,7 @@ class Piped(Llama):
         return (STAGES - 1) / (self.micro_batches + STAGES - 1)
 
 
-class PipedRank(Rank):
+class PipedRank(StepRank):
     """A rank that says what its stage has sent."""
 
     def sent(self) -> int:
@@ -64,13 +64,13 @@ class PipedRank(Rank):
         return npuzero.report(self.steps.model).bytes_sent["send"]
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
     """The rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return PipedRank(rank, options, Piped)
+    return PipedRank(rank, options, PipelineSizes)
 
 
-class Stage(nn.Module):
+class LlamaStage(nn.Module):
     """One of two stages of a Llama: tokens int64[B, T] to activations [B, T, D], or these to logits [B, T, V]."""
 
     def __init__(self, model: Any, stage: int, first: int) -> None:
@@ -90,22 +90,22 @@ class Stage(nn.Module):
         return self.head(self.model(**given).last_hidden_state)
 
 
-def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+def mean_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of ``tokens`` int64[B, T] under ``logits`` [B, T, V]."""
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def scheduled(steps: Steps, loss: Callable[[nn.Module, Tensor], Tensor]) -> Steps:
+def schedule_steps(steps: TrainSteps, loss: Callable[[nn.Module, Tensor], Tensor]) -> TrainSteps:
     """Steps whose ``loss`` runs all of a schedule, backward too."""
     return replace(steps, loss=loss, backward=lambda loss: None)
 
 
-def compute_only() -> Build:
+def stage_compute_only() -> Build:
     """A stage's work alone: forward and backward of each micro-batch, and its update; nothing is sent."""
     begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
 
-    def build(model: nn.Module, workload: Piped) -> Steps:
-        stage = Stage(model, 0 if begins else 1, workload.first)
+    def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
+        stage = LlamaStage(model, 0 if begins else 1, workload.first)
         received = torch.randn_like(workload.sent, device="cpu")
 
         def loss(stage: nn.Module, tokens: Tensor) -> Tensor:
@@ -113,20 +113,20 @@ def compute_only() -> Build:
                 if begins:
                     stage(micro[:, :-1]).backward(received / received.numel())
                 else:
-                    found = token_loss(stage(received.clone().requires_grad_()), micro[:, 1:])
+                    found = mean_token_loss(stage(received.clone().requires_grad_()), micro[:, 1:])
                     (found / workload.micro_batches).backward()
             return torch.zeros(())
 
-        return scheduled(plain_steps(stage, workload.hyper, workload.dtype), loss)
+        return schedule_steps(plain_steps(stage, workload.hyper, workload.dtype), loss)
 
     return build
 
 
-def pipeline(preset: str, schedule: str = "1f1b") -> Build:
+def npuzero_pipeline(preset: str, schedule: str = "1f1b") -> Build:
     """npuzero: a pipeline whose stages are sharded by a preset over data ranks."""
     import npuzero
 
-    def build(model: nn.Module, workload: Piped) -> Steps:
+    def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
         npuzero.init()
         pipe = npuzero.pipeline(
             model,
@@ -136,16 +136,17 @@ def pipeline(preset: str, schedule: str = "1f1b") -> Build:
             schedule=schedule,
             micro_batches=workload.micro_batches,
             split=(FIRST, f"model.layers.{workload.first}"),
-            loss_fn=lambda output, target: token_loss(output.logits, target),
+            loss_fn=lambda output, target: mean_token_loss(output.logits, target),
         )
-        return scheduled(
-            trained(pipe, workload.hyper), lambda pipe, tokens: pipe.step(tokens[:, :-1], target=tokens[:, 1:])
+        return schedule_steps(
+            build_train_steps(pipe, workload.hyper),
+            lambda pipe, tokens: pipe.step(tokens[:, :-1], target=tokens[:, 1:]),
         )
 
     return build
 
 
-def torchs(backend: str, shards: bool = True) -> Build:
+def torch_pipeline(backend: str, shards: bool = True) -> Build:
     """torch.distributed.pipelining over the stages, and where it ``shards`` FSDP2 over data ranks: torch's own."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -154,17 +155,17 @@ def torchs(backend: str, shards: bool = True) -> Build:
     if backend == "shm":
         import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
 
-    def build(model: nn.Module, workload: Piped) -> Steps:
-        join(backend)
+    def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
+        join_ranks(backend)
         shape = (STAGES, dist.get_world_size() // STAGES)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "data"))
         group, number = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
-        stage = Stage(model, number, workload.first)
+        stage = LlamaStage(model, number, workload.first)
         policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
         for module in (*stage.model.layers, stage) if shards else ():
             fully_shard(module, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=False)
         piece = PipelineStage(stage, number, STAGES, torch.device("cpu"), group=group)
-        schedule = Schedule1F1B(piece, workload.micro_batches, loss_fn=token_loss)
+        schedule = Schedule1F1B(piece, workload.micro_batches, loss_fn=mean_token_loss)
         parameters = list(stage.parameters())
         optimizer = torch.optim.AdamW(parameters, fused=True, **workload.hyper)
 
@@ -184,18 +185,18 @@ def torchs(backend: str, shards: bool = True) -> Build:
             optimizer.step()
             optimizer.zero_grad()
 
-        return scheduled(Steps(stage, update), loss)
+        return schedule_steps(TrainSteps(stage, update), loss)
 
     return build
 
 
 CONTENDERS: dict[str, Callable[[], Build]] = {
-    "plain": plain,
-    "compute": compute_only,
-    "zero3": partial(pipeline, "zero3"),
-    "zero2": partial(pipeline, "zero2"),
-    "zero-bubble": partial(pipeline, "zero3", "zero-bubble"),
-    "torch": partial(torchs, "gloo"),
-    "torch-shm": partial(torchs, "shm"),
-    "torch-whole": partial(torchs, "gloo", shards=False),
+    "plain": plain_llama,
+    "compute": stage_compute_only,
+    "zero3": partial(npuzero_pipeline, "zero3"),
+    "zero2": partial(npuzero_pipeline, "zero2"),
+    "zero-bubble": partial(npuzero_pipeline, "zero3", "zero-bubble"),
+    "torch": partial(torch_pipeline, "gloo"),
+    "torch-shm": partial(torch_pipeline, "shm"),
+    "torch-whole": partial(torch_pipeline, "gloo", shards=False),
 }

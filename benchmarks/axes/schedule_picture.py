@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from benchmarks.plot import Axes, Figure, plt, source_of  # first: it chooses matplotlib's backend
-from npuzero.cli.palette import PAPER, PARTS, STYLE, caption, ink
-from npuzero.parallel.schedule import Schedule, Timeline, simulate
+from benchmarks.plot import Axes, Figure, describe_machine, plt  # first: it chooses matplotlib's backend
+from npuzero.cli.palette import PAPER, PARTS, STYLE, add_caption, text_colour
+from npuzero.parallel.schedule import PipelineSchedule, ScheduleTimeline, simulate
 
 #: Forward, backward; or of the inputs and of the weights.
 COLOURS = {"F": PARTS["parameters"], "B": PARTS["gradients"], "I": PARTS["gradients"], "W": PARTS["activations"]}
@@ -20,15 +20,17 @@ _HEIGHT = 0.8
 _WIDE = 1 / 60  # of the time drawn: a narrower box has no room for its number
 
 
-def plot(schedule: Schedule, ran: Timeline, path: Path, facts: Mapping[str, Any]) -> None:
-    """Draw ``schedule`` over what ``ran`` of it, in seconds, into the file ``path``; ``facts`` as of ``draw``."""
+def plot_schedule(schedule: PipelineSchedule, ran: ScheduleTimeline, path: Path, facts: Mapping[str, Any]) -> None:
+    """Draw ``schedule`` over what ``ran`` of it, in seconds, into the file ``path``; ``facts`` as of
+    ``draw_timelines``.
+    """
     with plt.rc_context(STYLE):
-        figure = draw({"As planned": as_planned(schedule, ran), "As it ran": ran}, facts)
+        figure = draw_timelines({"As planned": planned_timeline(schedule, ran), "As it ran": ran}, facts)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def as_planned(schedule: Schedule, ran: Timeline) -> Timeline:
+def planned_timeline(schedule: PipelineSchedule, ran: ScheduleTimeline) -> ScheduleTimeline:
     """Return what ``ran`` would have been had each act taken the median of its kind, and nothing else any time."""
     lengths = {
         kind: median([float(timed.end - timed.begin) for timed in ran.acts if timed.act.kind == kind])
@@ -38,7 +40,7 @@ def as_planned(schedule: Schedule, ran: Timeline) -> Timeline:
     return simulate(schedule, lengths["F"], lengths["I"] + weights if "I" in lengths else lengths["B"], weights)
 
 
-def draw(timelines: Mapping[str, Timeline], facts: Mapping[str, Any]) -> Figure:
+def draw_timelines(timelines: Mapping[str, ScheduleTimeline], facts: Mapping[str, Any]) -> Figure:
     """Return the picture: a panel for each of ``timelines``, in seconds on one axis, with a row for each rank.
 
     Args:
@@ -52,18 +54,20 @@ def draw(timelines: Mapping[str, Timeline], facts: Mapping[str, Any]) -> Figure:
     )  # fmt: skip
     end = 1000 * max(float(timeline.makespan) for timeline in timelines.values())
     for (title, timeline), axes in zip(timelines.items(), panels[:, 0], strict=True):
-        _panel(axes, timeline, end)
+        _draw_timeline(axes, timeline, end)
         span = f"{1000 * float(timeline.makespan):.4g} ms, bubble {float(timeline.bubble):.0%}"
         axes.set_title(f"{title}: {span}; alive at most {', '.join(map(str, timeline.peak))}")
     panels[-1, 0].set_xlabel("ms from the begin of the first act · numbers: stage and micro-batch")
     kinds = {timed.act.kind for timeline in timelines.values() for timed in timeline.acts}
     legend = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in kinds]
     finding = ", ".join(f"{title.lower()} {float(each.bubble):.0%}" for title, each in timelines.items())
-    caption(figure, f"Ranks wait: {finding}", facts.get("title", ""), source_of(facts.get("machine")), legend)
+    add_caption(
+        figure, f"Ranks wait: {finding}", facts.get("title", ""), describe_machine(facts.get("machine")), legend
+    )
     return figure
 
 
-def _panel(axes: Axes, timeline: Timeline, end: float) -> None:
+def _draw_timeline(axes: Axes, timeline: ScheduleTimeline, end: float) -> None:
     """Draw one timeline."""
     start = min(timed.begin for timed in timeline.acts)
     for rank, act, begin, until in timeline.acts:
@@ -71,7 +75,7 @@ def _panel(axes: Axes, timeline: Timeline, end: float) -> None:
         colour = COLOURS[act.kind]
         axes.broken_barh([(left, width)], (rank - _HEIGHT / 2, _HEIGHT), facecolor=colour, edgecolor=PAPER)
         if width > end * _WIDE:
-            look = {"ha": "center", "va": "center_baseline", "color": ink(colour), "fontsize": 8}
+            look = {"ha": "center", "va": "center_baseline", "color": text_colour(colour), "fontsize": 8}
             axes.text(left + width / 2, rank, f"{act.stage}.{act.micro}", **look)
     ranks = range(len(timeline.rows))
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])

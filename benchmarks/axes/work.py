@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from benchmarks.axes.contenders import CONTENDERS
-from benchmarks.axes.llama import Llama
-from benchmarks.step.work import Rank
+from benchmarks.axes.llama import LlamaSizes
+from benchmarks.step.work import StepRank
 
 __all__ = ["CONTENDERS", "make"]
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
     """The rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return Rank(rank, options, Llama)
+    return StepRank(rank, options, LlamaSizes)

@@ -18,13 +18,22 @@ import torch
 
 from npuzero import _native, ops
 from npuzero import device as devices
-from npuzero.bench import Benchmark, Effort, Record, Result, check_close, check_equal, fingerprint, run
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    Result,
+    check_close,
+    check_equal,
+    machine_fingerprint,
+    run_benchmark,
+)
 from npuzero.bench.ops import CASES
-from npuzero.bench.setting import OWN, Setting
-from npuzero.bench.updates import ADAM_TOLERANCE, Adam
+from npuzero.bench.setting import OWN, BenchmarkSetting
+from npuzero.bench.updates import ADAM_TOLERANCE, FlatAdamRun
 from npuzero.bench.wires import WIRES
-from npuzero.cli.bench import render
-from npuzero.cli.table import table
+from npuzero.cli.bench import render_record
+from npuzero.cli.table import format_table
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import dequantize_sum as dequantize_sum_reference
 from npuzero.ops.reference import norm as norm_reference
@@ -37,33 +46,33 @@ MOST = 2**24  # elements that a reference, which takes many bytes for each, is a
 PIECES = 64  # ranks that a thin wire's messages are for
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-Make = Callable[[Setting], Benchmark]
+Make = Callable[[BenchmarkSetting], Benchmark]
 
 
-def adam_mixed(setting: Setting) -> Benchmark:
+def cuda_adam_mixed(setting: BenchmarkSetting) -> Benchmark:
     """AdamW on fp32 masters, bf16 gradients in, bf16 parameters out, one flat buffer of twice the elements."""
     n = 2 * setting.elements
     gradient = setting.random(n, dtype=torch.bfloat16).mul_(0.01)
-    own = Adam(setting.random(n), gradient, torch.empty_like(gradient))
+    own = FlatAdamRun(setting.random(n), gradient, torch.empty_like(gradient))
 
     def check() -> str:
         assert own.low is not None
         own.update()
         for begin in range(0, n, MOST):
             part = slice(begin, begin + MOST)
-            want = Adam(own.start[part], gradient[part]).expected()
+            want = FlatAdamRun(own.start[part], gradient[part]).expected()
             check_close("flat_adam", own.master[part], want, tolerance=ADAM_TOLERANCE)
             rounded = torch.empty_like(own.low[part])
-            cast_reference.cast(own.master[part], rounded, "away", 0, 0)
+            cast_reference.reference_cast(own.master[part], rounded, "away", 0, 0)
             check_equal("the rounded parameters", own.low[part], rounded)
         del own.start
         return "all masters after the first step against float64, their rounded copies to the bit"
 
     title = "AdamW on fp32 masters, bf16 gradients in, bf16 parameters out"
-    return _alone("flat_adam/mixed", title, setting, own.update, 28 * n, n, check)
+    return _copy_only_benchmark("flat_adam/mixed", title, setting, own.update, 28 * n, n, check)
 
 
-def pack_1000(setting: Setting, multiple: int = 8) -> Benchmark:
+def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
     """1,000 fp32 tensors to one bf16 buffer, scaled; each of a multiple of so many elements, by chance."""
     generator = torch.Generator().manual_seed(1)
     mean = max(2, setting.elements // 2000 // multiple)
@@ -82,7 +91,7 @@ def pack_1000(setting: Setting, multiple: int = 8) -> Benchmark:
 
     def check() -> str:
         want = torch.empty_like(wire)
-        pack_reference.pack(tensors, list(want.split(counts)), scale, False)
+        pack_reference.reference_pack(tensors, list(want.split(counts)), scale, False)
         for name, call, result in ((OWN, own, wire), (CAT, cat, joined)):
             call()
             check_equal(f"pack by {name}", result, want)
@@ -98,12 +107,12 @@ def pack_1000(setting: Setting, multiple: int = 8) -> Benchmark:
     )
 
 
-def pack_odd(setting: Setting) -> Benchmark:
+def cuda_pack_unaligned(setting: BenchmarkSetting) -> Benchmark:
     """The same where hardly a tensor's place in the buffer is one that accesses of several elements reach."""
-    return pack_1000(setting, multiple=1)
+    return cuda_pack_1000(setting, multiple=1)
 
 
-def cast_away(setting: Setting) -> Benchmark:
+def cuda_cast_away(setting: BenchmarkSetting) -> Benchmark:
     """fp32 to bf16, ties away from zero."""
     source = setting.random(setting.elements)
     target = torch.empty_like(source, dtype=torch.bfloat16)
@@ -114,35 +123,37 @@ def cast_away(setting: Setting) -> Benchmark:
     def check() -> str:
         own()
         want = torch.empty_like(target)
-        cast_reference.cast(source, want, "away", 0, 0)
+        cast_reference.reference_cast(source, want, "away", 0, 0)
         check_equal("cast", target, want)
         return "every element to the bit against the reference"
 
-    return _alone(
+    return _copy_only_benchmark(
         "cast/away", "cast fp32 to bf16, away", setting, own, source.nbytes + target.nbytes, source.numel(), check
     )
 
 
-def norm_bf16(setting: Setting) -> Benchmark:
+def cuda_norm_bf16(setting: BenchmarkSetting) -> Benchmark:
     """The sum of squares of bf16."""
     x = setting.random(setting.elements, dtype=torch.bfloat16)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
 
     def check() -> str:
         want = torch.zeros_like(found)
-        norm_reference.norm(x, want)
+        norm_reference.reference_norm(x, want)
         ops.norm(x, found)
         check_equal("norm", found, want)
         return "to the bit against the reference"
 
-    return _alone("norm/bf16", "norm of bf16", setting, lambda: ops.norm(x, found), x.nbytes, x.numel(), check)
+    return _copy_only_benchmark(
+        "norm/bf16", "norm of bf16", setting, lambda: ops.norm(x, found), x.nbytes, x.numel(), check
+    )
 
 
-def quantize(setting: Setting, bits: int, dtype: torch.dtype, with_residual: bool = False) -> Benchmark:
+def cuda_quantize(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, with_residual: bool = False) -> Benchmark:
     """A buffer to messages for all ranks."""
-    n = _whole_blocks(setting.elements)
+    n = _round_down_to_blocks(setting.elements)
     source = setting.random(n, dtype=dtype)
-    messages = _messages(n, bits, setting)
+    messages = _allocate_messages(n, bits, setting)
     residual = torch.zeros(n, device=setting.device) if with_residual else None
 
     def own() -> None:
@@ -155,21 +166,21 @@ def quantize(setting: Setting, bits: int, dtype: torch.dtype, with_residual: boo
         for piece, values in zip(messages, source.view(PIECES, -1), strict=True):
             left = torch.zeros(len(values), device=setting.device) if with_residual else None
             for _ in range(2):
-                quantize_reference.quantize(values, want, bits, 1, left)
+                quantize_reference.reference_quantize(values, want, bits, 1, left)
             check_equal("quantize", piece, want)
         return "every message to the bit against the reference"
 
     name = f"quantize/int{bits}{'/residual' * with_residual}"
     title = f"{WORDS[dtype]} to int{bits} for a wire{', with a residual' * with_residual}"
     moved = messages.nbytes + source.nbytes + (0 if residual is None else 2 * residual.nbytes)
-    return _alone(name, title, setting, own, moved, n, check)
+    return _copy_only_benchmark(name, title, setting, own, moved, n, check)
 
 
-def dequantize_sum(setting: Setting, bits: int, dtype: torch.dtype, ranks: int) -> Benchmark:
+def cuda_dequantize_sum(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, ranks: int) -> Benchmark:
     """What so many ranks sent, added up."""
-    n = _whole_blocks(setting.elements)
+    n = _round_down_to_blocks(setting.elements)
     values = setting.random(n)
-    messages = torch.stack([_messages(n, bits, setting) for _ in range(ranks)])
+    messages = torch.stack([_allocate_messages(n, bits, setting) for _ in range(ranks)])
     for row in messages:
         ops.quantize(values.mul_(-1.5), row.view(-1), bits=bits, pieces=PIECES)
     del values
@@ -182,37 +193,43 @@ def dequantize_sum(setting: Setting, bits: int, dtype: torch.dtype, ranks: int) 
         own()
         for i, found in enumerate(out.view(PIECES, -1)):
             want = torch.empty_like(found)
-            dequantize_sum_reference.dequantize_sum(messages[:, i].flatten(), want, bits, ranks, 1, False)
+            dequantize_sum_reference.reference_dequantize_sum(messages[:, i].flatten(), want, bits, ranks, 1, False)
             check_equal("dequantize_sum", found, want)
         return "every element to the bit against the reference"
 
     title = f"int{bits} of {ranks} rank{'s' * (ranks > 1)} from a wire to {WORDS[dtype]}"
     moved = messages.nbytes + out.nbytes
-    return _alone(f"dequantize_sum/int{bits}", title, setting, own, moved, n, check)
+    return _copy_only_benchmark(f"dequantize_sum/int{bits}", title, setting, own, moved, n, check)
 
 
-def _whole_blocks(elements: int) -> int:
+def _round_down_to_blocks(elements: int) -> int:
     """So many elements that every piece has whole blocks, of 256 as of 128."""
     return max(1, elements // (PIECES * 256)) * PIECES * 256
 
 
-def _messages(n: int, bits: int, setting: Setting) -> torch.Tensor:
+def _allocate_messages(n: int, bits: int, setting: BenchmarkSetting) -> torch.Tensor:
     """Room for the messages of n elements, one a row."""
     return torch.zeros(PIECES, _native.message_bytes(n // PIECES, bits), dtype=torch.uint8, device=setting.device)
 
 
-def _alone(
-    name: str, title: str, setting: Setting, own: Callable[[], object], moved: int, n: int, check: Callable[[], str]
+def _copy_only_benchmark(
+    name: str,
+    title: str,
+    setting: BenchmarkSetting,
+    own: Callable[[], object],
+    moved: int,
+    n: int,
+    check: Callable[[], str],
 ) -> Benchmark:
     """Held against a copy alone; so many bytes are moved for n elements."""
     contenders = [setting.contender(OWN, own, 1, moved), *setting.probes(COPY)]
     return Benchmark(name, title, contenders, COPY, check, {"elements": n})
 
 
-def _with_copy(make: Make) -> Make:
+def _add_copy_probe(make: Make) -> Make:
     """A benchmark of the suite, with a copy among its probes."""
 
-    def made(setting: Setting) -> Benchmark:
+    def made(setting: BenchmarkSetting) -> Benchmark:
         benchmark = make(setting)
         if not any(contender.name == COPY for contender in benchmark.contenders):
             benchmark.contenders = [*benchmark.contenders, *setting.probes(COPY)]
@@ -222,22 +239,22 @@ def _with_copy(make: Make) -> Make:
 
 
 BENCHMARKS: dict[str, Make] = {
-    "flat_adam/mixed": adam_mixed,
-    **{name: _with_copy(make) for name, make in CASES.items() if name not in ("pack", "unpack", *WIRES)},
-    "pack/1000": pack_1000,
-    "pack/odd": pack_odd,
-    "cast/away": cast_away,
-    "norm/bf16": norm_bf16,
-    "quantize/int8": partial(quantize, bits=8, dtype=torch.bfloat16),
-    "quantize/int4": partial(quantize, bits=4, dtype=torch.float32),
-    "quantize/int4/residual": partial(quantize, bits=4, dtype=torch.float32, with_residual=True),
-    "dequantize_sum/int8": partial(dequantize_sum, bits=8, dtype=torch.bfloat16, ranks=1),
-    "dequantize_sum/int4": partial(dequantize_sum, bits=4, dtype=torch.float32, ranks=8),
+    "flat_adam/mixed": cuda_adam_mixed,
+    **{name: _add_copy_probe(make) for name, make in CASES.items() if name not in ("pack", "unpack", *WIRES)},
+    "pack/1000": cuda_pack_1000,
+    "pack/odd": cuda_pack_unaligned,
+    "cast/away": cuda_cast_away,
+    "norm/bf16": cuda_norm_bf16,
+    "quantize/int8": partial(cuda_quantize, bits=8, dtype=torch.bfloat16),
+    "quantize/int4": partial(cuda_quantize, bits=4, dtype=torch.float32),
+    "quantize/int4/residual": partial(cuda_quantize, bits=4, dtype=torch.float32, with_residual=True),
+    "dequantize_sum/int8": partial(cuda_dequantize_sum, bits=8, dtype=torch.bfloat16, ranks=1),
+    "dequantize_sum/int4": partial(cuda_dequantize_sum, bits=4, dtype=torch.float32, ranks=8),
 }
 
 
 @dataclass(frozen=True)
-class Goal:
+class BandwidthGoal:
     """What a benchmark of this name shall reach: a share of the copy's bytes a second, or times as fast as another."""
 
     benchmark: str
@@ -254,30 +271,30 @@ class Goal:
 
 
 GOALS = (
-    Goal("flat_adam/mixed", 0.95),
-    Goal("flat_adam/flat", 1.0, "torch fused"),
-    Goal("flat_adam/400", 1.1, "torch fused"),
-    Goal("mixed_step", 2.0, "torch passes"),
-    Goal("pack/1000", 3.0, CAT),
-    Goal("pack/1000", 0.9),
-    *(Goal(f"cast/{rounding}", 0.9) for rounding in ("nearest", "away", "stochastic", "tf32")),
-    Goal("norm", 0.9),
-    Goal("norm/bf16", 0.9),
-    Goal("norm/sum", 0.9),
-    *(Goal(f"quantize/{form}", 0.9) for form in ("int8", "int4", "int4/residual")),
-    *(Goal(f"dequantize_sum/{form}", 0.9) for form in ("int8", "int4")),
+    BandwidthGoal("flat_adam/mixed", 0.95),
+    BandwidthGoal("flat_adam/flat", 1.0, "torch fused"),
+    BandwidthGoal("flat_adam/400", 1.1, "torch fused"),
+    BandwidthGoal("mixed_step", 2.0, "torch passes"),
+    BandwidthGoal("pack/1000", 3.0, CAT),
+    BandwidthGoal("pack/1000", 0.9),
+    *(BandwidthGoal(f"cast/{rounding}", 0.9) for rounding in ("nearest", "away", "stochastic", "tf32")),
+    BandwidthGoal("norm", 0.9),
+    BandwidthGoal("norm/bf16", 0.9),
+    BandwidthGoal("norm/sum", 0.9),
+    *(BandwidthGoal(f"quantize/{form}", 0.9) for form in ("int8", "int4", "int4/residual")),
+    *(BandwidthGoal(f"dequantize_sum/{form}", 0.9) for form in ("int8", "int4")),
 )
 
 
-def measured(setting: Setting, names: list[str], effort: Effort) -> Iterator[Result]:
+def measure_benchmarks(setting: BenchmarkSetting, names: list[str], effort: Effort) -> Iterator[Result]:
     """The results of the benchmarks named; each is dropped before the next is made."""
     for name in names:
-        yield run(BENCHMARKS[name](setting), effort)
+        yield run_benchmark(BENCHMARKS[name](setting), effort)
         if setting.device.type != "cpu":
             devices.get(setting.device).module().empty_cache()  # type: ignore[attr-defined]
 
 
-def goals(record: Record) -> str:
+def format_goals(record: Record) -> str:
     """What was reached of each goal whose benchmark was measured, as a table."""
     results = {result.name: result for result in record.results}
     rows = []
@@ -293,7 +310,7 @@ def goals(record: Record) -> str:
                     "" if reached >= goal.least else "missed",
                 ]
             )
-    return table(["", "figure", "goal", "reached", ""], rows)
+    return format_table(["", "figure", "goal", "reached", ""], rows)
 
 
 def main() -> None:
@@ -306,16 +323,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each benchmark, at the most (5)")
     options = parser.parse_args()
-    setting = Setting(options.elements, devices.get(options.device).device)
+    setting = BenchmarkSetting(options.elements, devices.get(options.device).device)
     effort = replace(Effort(), most_s=options.seconds, visit_s=0.05, error=0.002)
     command = f"python -m benchmarks.cuda --device {options.device} --elements {options.elements}"
-    record = Record.begin("cuda", command, fingerprint(setting.device))
-    for result in measured(setting, options.only, effort):
+    record = Record.begin("cuda", command, machine_fingerprint(setting.device))
+    for result in measure_benchmarks(setting, options.only, effort):
         record.results.append(result)
         print(f"{result.name}: {result.gb_per_s(OWN) or 0:.0f} GB/s", flush=True)
         if options.out is not None:
             record.write(options.out)
-    print(f"\n{render(record)}\n\n{goals(record)}")
+    print(f"\n{render_record(record)}\n\n{format_goals(record)}")
 
 
 if __name__ == "__main__":

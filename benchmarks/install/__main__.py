@@ -23,8 +23,8 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from npuzero.bench import Benchmark, Contender, Effort, Record, fingerprint, run, typed
-from npuzero.config import child_environment
+from npuzero.bench import Benchmark, Contender, Effort, Record, format_command, machine_fingerprint, run_benchmark
+from npuzero.config import build_child_environment
 from npuzero.errors import BenchmarkError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ assert parameter.mean() < 1
 """
 
 
-def call(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+def run_command(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
     """What the command wrote to stdout.
 
     Raises:
@@ -48,7 +48,7 @@ def call(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd
     """
     try:
         done = subprocess.run(
-            command, env=child_environment(variables or {}), cwd=cwd, timeout=_TIMEOUT_S, check=True,
+            command, env=build_child_environment(variables or {}), cwd=cwd, timeout=_TIMEOUT_S, check=True,
             capture_output=True, text=True,
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
@@ -62,25 +62,25 @@ def call(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd
     return done.stdout
 
 
-def seconds(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
+def time_command(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
     """How long the command takes."""
     begin = time.perf_counter()
-    call(command, variables, cwd)
+    run_command(command, variables, cwd)
     return time.perf_counter() - begin
 
 
-def environment(folder: Path) -> str:
+def make_environment(folder: Path) -> str:
     """A fresh virtual environment that sees the packages of this one; its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    seen = Path(call([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    seen = Path(run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     (seen / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(python)
 
 
-def install(scratch: Path, deepspeed: str | None) -> Benchmark:
+def time_install(scratch: Path, deepspeed: str | None) -> Benchmark:
     """Everything between a clone and the first step, once."""
-    python = environment(scratch / "venv")
+    python = make_environment(scratch / "venv")
     pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
     wheels = scratch / "wheels"
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
@@ -95,11 +95,11 @@ def install(scratch: Path, deepspeed: str | None) -> Benchmark:
             "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
         }
         once["DeepSpeed CPU Adam at first use"] = ([deepspeed, "-c", _ADAM], variables)
-    found = {name: seconds(command, variables) for name, (command, variables) in once.items()}
+    found = {name: time_command(command, variables) for name, (command, variables) in once.items()}
     (wheel,) = wheels.glob("npuzero-*.whl")
 
     def check() -> str:
-        facts = json.loads(call([python, "-m", "npuzero", "info", "--json"], cwd=scratch))
+        facts = json.loads(run_command([python, "-m", "npuzero", "info", "--json"], cwd=scratch))
         if not all(kinds["cpu"] for kinds in facts["kernels"].values()):
             raise BenchmarkError(
                 "npuzero info", expected="every kernel", got=str(facts["kernels"]), do="See the build."
@@ -112,11 +112,11 @@ def install(scratch: Path, deepspeed: str | None) -> Benchmark:
     return benchmark
 
 
-def imports() -> Benchmark:
+def time_imports() -> Benchmark:
     """A fresh process that imports npuzero, and one that imports torch alone, which npuzero needs."""
     programs = {"import torch": "import torch", "import npuzero": "import npuzero"}
     contenders = [
-        Contender(name, lambda count, program=program: seconds([sys.executable, "-c", program], cwd=ROOT))  # type: ignore[misc]
+        Contender(name, lambda count, program=program: time_command([sys.executable, "-c", program], cwd=ROOT))  # type: ignore[misc]
         for name, program in programs.items()
     ]
     return Benchmark("import", "import in a fresh process", contenders, "import torch", lambda: "both end well")
@@ -128,12 +128,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of imports")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/install.json"), metavar="FILE", help="for JSON")
     options = parser.parse_args()
-    record = Record.begin("install", typed(), fingerprint())
+    record = Record.begin("install", format_command(), machine_fingerprint())
     with tempfile.TemporaryDirectory() as scratch:
         once = Effort(least_rounds=1, most_rounds=1, warm_up=0)
-        record.results.append(run(install(Path(scratch), options.deepspeed), once))
+        record.results.append(run_benchmark(time_install(Path(scratch), options.deepspeed), once))
     rounds = Effort(least_rounds=1, most_rounds=options.rounds, most_s=60.0, error=0.002, warm_up=1)
-    record.results.append(run(imports(), rounds))
+    record.results.append(run_benchmark(time_imports(), rounds))
     record.write(options.out)
     for result in record.results:
         for name in result.seconds:

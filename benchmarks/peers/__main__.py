@@ -17,17 +17,17 @@ import shlex
 from typing import Any
 
 from benchmarks.peers import contenders
-from benchmarks.peers.environments import DEEPSPEED, TORCH, Environment, NotInstalled
-from benchmarks.step.compare import COMPUTE, Entry, add_options, compare, preset_entry
+from benchmarks.peers.environments import DEEPSPEED, TORCH, NotInstalled, PeerEnvironment
+from benchmarks.step.compare import COMPUTE, ComparisonEntry, add_comparison_options, preset_entry, run_comparison
 from benchmarks.step.contenders import PRESETS
 
 OURS = ("zero0", "zero2", "zero3", "zero3-split")
 
 
-def peer_entry(name: str) -> Entry:
+def peer_entry(name: str) -> ComparisonEntry:
     """A peer in its environment."""
     environment = environment_of(name)
-    return Entry(
+    return ComparisonEntry(
         name,
         f"{contenders.__name__}:{name}",
         python=str(environment.python),
@@ -36,7 +36,7 @@ def peer_entry(name: str) -> Entry:
     )
 
 
-def environment_of(name: str) -> Environment:
+def environment_of(name: str) -> PeerEnvironment:
     """Where a peer lives."""
     return DEEPSPEED if name.startswith("deepspeed") else TORCH
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--contenders", type=lambda text: text.split(","), default=known, help="with commas")
     parser.add_argument("--pip", type=shlex.split, default=[], help="further arguments of pip install")
     parser.add_argument("--install-only", action="store_true", help="make the environments and end")
-    add_options(parser)
+    add_comparison_options(parser)
     parser.set_defaults(rounds=15, seconds=270.0)
     options = parser.parse_args()
     unknown = set(options.contenders) - {*known, *PRESETS}
@@ -69,7 +69,7 @@ def main() -> None:
         for name in options.contenders
         if name not in missing
     ]
-    compare("peers", [COMPUTE, *entries], options, missing=missing, parameters={"environments": made})
+    run_comparison("peers", [COMPUTE, *entries], options, missing=missing, parameters={"environments": made})
 
 
 if __name__ == "__main__":

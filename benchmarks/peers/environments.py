@@ -26,7 +26,7 @@ class NotInstalled(Exception):
 
 
 @dataclass(frozen=True)
-class Environment:
+class PeerEnvironment:
     """An environment.
 
     Attributes:
@@ -97,9 +97,9 @@ class Environment:
 
 _TORCH = ("torch==2.13.0", "numpy")
 
-TORCH = Environment("torch", (_TORCH,))
+TORCH = PeerEnvironment("torch", (_TORCH,))
 #: It imports torch as it is built.
-DEEPSPEED = Environment(
+DEEPSPEED = PeerEnvironment(
     "deepspeed",
     ((*_TORCH, "setuptools", "wheel", "ninja"), ("--no-build-isolation", "deepspeed==0.19.8")),
     "from deepspeed.ops.op_builder import CPUAdamBuilder as a, ShareMemCommBuilder as c; a().load(); c().load()",

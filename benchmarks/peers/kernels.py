@@ -24,12 +24,22 @@ import torch.distributed as dist
 
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import ROOT
-from npuzero.bench import Effort, Record, Result, Team, fingerprint, ops, python_worker, run, typed
+from npuzero.bench import (
+    Effort,
+    Record,
+    Result,
+    Team,
+    format_command,
+    machine_fingerprint,
+    ops,
+    python_worker,
+    run_benchmark,
+)
 from npuzero.bench import comm as collectives
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
-from npuzero.bench.setting import ELEMENTS, QUICK_ELEMENTS, Setting
-from npuzero.bench.updates import MakeAdam, adam_of, mixed_step
-from npuzero.cli.bench import render
+from npuzero.bench.setting import ELEMENTS, QUICK_ELEMENTS, BenchmarkSetting
+from npuzero.bench.updates import MakeAdam, benchmark_mixed_step, torch_adam_factory
+from npuzero.cli.bench import render_record
 
 SUITE = "deepspeed"
 ADAM, SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
@@ -37,7 +47,7 @@ ADAM, SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
 T = TypeVar("T")
 
 
-def available(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str, str]]:
+def load_peer(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str, str]]:
     """What ``load`` returns, by ``name``; or, by ``name``, why there is nothing."""
     try:
         return {name: load()}, {}
@@ -45,14 +55,14 @@ def available(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str,
         return {}, {name: f"{type(error).__name__}: {error}"}
 
 
-def cpu_adam() -> MakeAdam:
+def deepspeed_cpu_adam() -> MakeAdam:
     """Makes DeepSpeed's optimizer as ``torch_adam`` makes torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return adam_of(DeepSpeedCPUAdam, adamw_mode=True)
+    return torch_adam_factory(DeepSpeedCPUAdam, adamw_mode=True)
 
 
-def shared_memory(rank: int, size: int) -> collectives.Call:
+def deepspeed_shared_memory(rank: int, size: int) -> collectives.Call:
     """DeepSpeed's all_reduce in shared memory, as its communication backend calls it.
 
     Its files would outlive the run: they lose their names once every rank has them.
@@ -68,22 +78,22 @@ def shared_memory(rank: int, size: int) -> collectives.Call:
     return lambda out, inp: all_reduce(inp)
 
 
-class MixedStep:
+class MixedStepWork:
     """The work of a team of one rank."""
 
     def measure(self, elements: int, effort: Mapping[str, Any]) -> dict[str, Any]:
-        others, missing = available(ADAM, cpu_adam)
-        result = run(mixed_step(Setting(elements), others), Effort(**effort))
+        others, missing = load_peer(ADAM, deepspeed_cpu_adam)
+        result = run_benchmark(benchmark_mixed_step(BenchmarkSetting(elements), others), Effort(**effort))
         result.parameters["missing"] = missing
         return benchmark_as_dict(result)
 
 
-class AllReduce(collectives.Ranks):
+class AllReduceWork(collectives.CommBenchmarkRank):
     """The work of one rank of several."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("cpu")
-        found, self.missing = available(SHM, lambda: shared_memory(rank, size))
+        found, self.missing = load_peer(SHM, lambda: deepspeed_shared_memory(rank, size))
         self.others = {"all_reduce": found}
 
     def result(self, name: str, effort: Effort) -> Result:
@@ -92,23 +102,23 @@ class AllReduce(collectives.Ranks):
         return result
 
 
-def make(rank: int, size: int, options: Mapping[str, Any]) -> MixedStep | AllReduce:
+def make(rank: int, size: int, options: Mapping[str, Any]) -> MixedStepWork | AllReduceWork:
     """For npuzero.bench.worker."""
-    return MixedStep() if size == 1 else AllReduce(rank, size)
+    return MixedStepWork() if size == 1 else AllReduceWork(rank, size)
 
 
-def results(python: str, quick: bool) -> Iterator[Result]:
+def peer_results(python: str, quick: bool) -> Iterator[Result]:
     """Measures everything in processes of ``python``; two threads, or two ranks of one."""
     variables = DEEPSPEED.variables | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     worker = python_worker("benchmarks.peers.kernels", python)
     cores = len(os.sched_getaffinity(0))
     with Team("mixed step", worker, 1, threads=cores, variables=variables) as team:
         elements = QUICK_ELEMENTS if quick else ELEMENTS
-        yield benchmark_from_dict(team.ask("measure", elements=elements, effort=asdict(ops.effort(quick)))[0])
+        yield benchmark_from_dict(team.ask("measure", elements=elements, effort=asdict(ops.ops_effort(quick)))[0])
     with Team("2 ranks", worker, 2, threads=max(1, cores // 2), variables=variables) as team:
-        for name in collectives.names(quick):
+        for name in collectives.comm_benchmark_names(quick):
             if name.startswith("all_reduce/"):
-                told = team.ask("measure", name=name, effort=asdict(collectives.effort(quick)))
+                told = team.ask("measure", name=name, effort=asdict(collectives.comm_effort(quick)))
                 yield benchmark_from_dict(told[0])
 
 
@@ -123,15 +133,15 @@ def main() -> None:
         made = DEEPSPEED.ensure(options.pip)
     except NotInstalled as error:
         python, reason = sys.executable, str(error)
-    record = Record.begin(SUITE, typed(), fingerprint(), quick=options.quick)
-    for result in results(python, options.quick):
+    record = Record.begin(SUITE, format_command(), machine_fingerprint(), quick=options.quick)
+    for result in peer_results(python, options.quick):
         result.name = f"{SUITE}/{result.name}"
         result.parameters["environment"] = made
         if reason:
             result.parameters["missing"] = dict.fromkeys(result.parameters["missing"], reason)
         record.results.append(result)
     record.write(options.out)
-    print(render(record))
+    print(render_record(record))
     missing = {name: why for result in record.results for name, why in result.parameters["missing"].items()}
     print("".join(f"{name} is missing: {why}\n" for name, why in missing.items()))
 

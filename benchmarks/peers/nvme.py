@@ -34,10 +34,21 @@ from typing import Any
 
 from benchmarks.peers import offloaded
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
-from benchmarks.step.compare import COMPUTE, Comparison, Entry, add_options, table
-from npuzero.bench import Benchmark, Contender, Effort, Record, Result, Team, fingerprint, median, run, typed
-from npuzero.bench.group import Group, group
-from npuzero.cli.table import table as tabular
+from benchmarks.step.compare import COMPUTE, ComparisonEntry, ContenderTeams, add_comparison_options, comparison_table
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    Record,
+    Result,
+    Team,
+    format_command,
+    machine_fingerprint,
+    median,
+    run_benchmark,
+)
+from npuzero.bench.group import ControlGroup, open_control_group
+from npuzero.cli.table import format_table as tabular
 from npuzero.errors import BenchmarkError
 
 SUITE = "nvme"
@@ -64,7 +75,7 @@ _CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def tune(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def tune_deepspeed(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings with which an update is the quickest, kind by kind; what each took, or why it did not run."""
     chosen = {kind: choices[0] for kind, choices in _CHOICES.items()}
     tried: list[dict[str, Any]] = []
@@ -88,51 +99,53 @@ def tune(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], l
     return chosen, tried
 
 
-def entry(name: str, folder: Path, settings: Mapping[str, Any] | None = None, capped: Group | None = None) -> Entry:
+def nvme_entry(
+    name: str, folder: Path, settings: Mapping[str, Any] | None = None, capped: ControlGroup | None = None
+) -> ComparisonEntry:
     """A contender of benchmarks.peers.offloaded, in its environment."""
     variables = {"NPUZERO_NVME_PATHS": str(folder)}
     contender = f"{offloaded.__name__}:{name}"
     if name != "deepspeed":
-        return Entry(name, contender, peer=name in MAPPED, variables=variables, group=capped)
+        return ComparisonEntry(name, contender, peer=name in MAPPED, variables=variables, group=capped)
     variables |= DEEPSPEED.variables | {offloaded.TUNING: json.dumps(settings)}
-    return Entry(name, contender, python=str(DEEPSPEED.python), peer=True, variables=variables)
+    return ComparisonEntry(name, contender, python=str(DEEPSPEED.python), peer=True, variables=variables)
 
 
 def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) -> float:
     """The least of a few updates."""
-    comparison = Comparison([entry("deepspeed", options.folder, settings)], options, {})
+    comparison = ContenderTeams([nvme_entry("deepspeed", options.folder, settings)], options, {})
     with ExitStack() as stack:
         comparison.start(stack)
         for reason in comparison.missing.values():
             raise BenchmarkError("DeepSpeed", expected="an update", got=reason, do="See whether its aio is built.")
-        return min(_update_s(comparison.teams["deepspeed"], 1) for _ in range(3))
+        return min(_time_updates(comparison.teams["deepspeed"], 1) for _ in range(3))
 
 
-def tuned(options: argparse.Namespace) -> dict[str, Any]:
+def load_or_tune(options: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's settings and what was tried, found before or now."""
     if options.tuned is not None:
         return dict(json.loads(options.tuned.read_text()))
-    settings, tried = tune(partial(deepspeed_update_s, options))
+    settings, tried = tune_deepspeed(partial(deepspeed_update_s, options))
     return {"tuned": settings, "tried": tried}
 
 
-def measure_updates(comparison: Comparison, options: argparse.Namespace, checked: str, name: str) -> Result:
+def measure_updates(comparison: ContenderTeams, options: argparse.Namespace, checked: str, name: str) -> Result:
     """Times the updates alone, of contenders that wait for their own."""
     waiting = {who: team for who, team in comparison.teams.items() if f"{who}-blocking" not in comparison.teams}
     del waiting[COMPUTE.name]
-    contenders = [Contender(who, partial(_update_s, team)) for who, team in waiting.items()]
+    contenders = [Contender(who, partial(_time_updates, team)) for who, team in waiting.items()]
     effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=0.0, warm_up=1)
     title = f"update, states on a disk, {comparison.workload.precision}"
-    return run(Benchmark(name, title, contenders, next(iter(waiting)), lambda: checked, {}), effort)
+    return run_benchmark(Benchmark(name, title, contenders, next(iter(waiting)), lambda: checked, {}), effort)
 
 
-def _update_s(team: Team, count: int) -> float:
+def _time_updates(team: Team, count: int) -> float:
     seconds = sum(max(team.ask("update_s")) for _ in range(count)) / count
     print(f"  {team.name}: update {seconds:.3f} s", flush=True)
     return seconds
 
 
-def as_text(updates: Result, steps: Result) -> str:
+def format_updates(updates: Result, steps: Result) -> str:
     """For people: seconds of updates, and times the first contender's; bytes that a step took of the disk."""
     lines = []
     for name, seconds in updates.seconds.items():
@@ -142,30 +155,32 @@ def as_text(updates: Result, steps: Result) -> str:
     return tabular(["update alone", "s", f"times {updates.baseline}'s", "MAD", "GB read", "GB written"], lines)
 
 
-def take_part(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Entry], dict[str, str], dict[str, Any]]:
+def build_entries(
+    options: argparse.Namespace, stack: ExitStack
+) -> tuple[list[ComparisonEntry], dict[str, str], dict[str, Any]]:
     """The entries, mapped ones in groups that last as long as ``stack``; what is missing and why; facts to record."""
     missing: dict[str, str] = {}
     facts: dict[str, Any] = {}
     entries = [COMPUTE]
     for name in options.contenders:
         if name != "deepspeed":
-            capped = stack.enter_context(group()) if name in MAPPED else None
+            capped = stack.enter_context(open_control_group()) if name in MAPPED else None
             if name == "mapped" and capped is None:
                 missing[name] = "this process may make no control group"
             else:
-                entries.append(entry(name, options.folder, capped=capped))
+                entries.append(nvme_entry(name, options.folder, capped=capped))
             continue
         try:
             facts["environments"] = {DEEPSPEED.name: DEEPSPEED.ensure(options.pip)}
             DEEPSPEED.run("-c", "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()")
-            facts |= tuned(options)
-            entries.append(entry(name, options.folder, facts["tuned"]))
+            facts |= load_or_tune(options)
+            entries.append(nvme_entry(name, options.folder, facts["tuned"]))
         except NotInstalled as reason:
             missing[name] = str(reason)
     return entries, missing, facts
 
 
-def cap(entries: Sequence[Entry], teams: Mapping[str, Team]) -> int | None:
+def cap_mapped_memory(entries: Sequence[ComparisonEntry], teams: Mapping[str, Team]) -> int | None:
     """Hold mapped states to a little more than npuzero holds, and return that; None without either."""
     groups = [entry.group for entry in entries if entry.group is not None and entry.name in teams]
     if not groups or "npuzero-blocking" not in teams:
@@ -185,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pip", type=shlex.split, default=[], help="further arguments of pip install")
     parser.add_argument("--tune", action="store_true", help="find DeepSpeed's settings, write them to --out, and end")
     parser.add_argument("--tuned", type=Path, help="a file with settings of DeepSpeed that --tune wrote")
-    add_options(parser)
+    add_comparison_options(parser)
     parser.set_defaults(rounds=7, seconds=120.0, ranks=1, threads=len(os.sched_getaffinity(0)), visit=0.0)
     options = parser.parse_args(arguments)
     unknown = set(options.contenders) - set(known)
@@ -198,22 +213,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if options.tune:
         DEEPSPEED.ensure(options.pip)
-        found = json.dumps(tuned(options), indent=1)
+        found = json.dumps(load_or_tune(options), indent=1)
         options.out.write_text(found + "\n") if options.out is not None else print(found)
         return
-    record = Record.begin(SUITE, typed(), fingerprint())
+    record = Record.begin(SUITE, format_command(), machine_fingerprint())
     with ExitStack() as stack:
-        entries, missing, facts = take_part(options, stack)
-        comparison = Comparison(entries, options, missing)
+        entries, missing, facts = build_entries(options, stack)
+        comparison = ContenderTeams(entries, options, missing)
         kind = f"{comparison.workload.precision}-{comparison.ranks}"
         comparison.start(stack)
-        facts["cap_bytes"] = cap(entries, comparison.teams)
+        facts["cap_bytes"] = cap_mapped_memory(entries, comparison.teams)
         steps = comparison.measure(f"{SUITE}/step-{kind}", f"training step, {kind}, states on a disk")
         updates = measure_updates(comparison, options, steps.checked, f"{SUITE}/update-{kind}")
     steps.parameters |= facts
     updates.parameters |= steps.parameters
     record.results += [steps, updates]
-    print(table(steps), as_text(updates, steps), sep="\n\n")
+    print(comparison_table(steps), format_updates(updates, steps), sep="\n\n")
     if options.out is not None:
         record.write(options.out)
 

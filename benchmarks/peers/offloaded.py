@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.contenders import deepspeed
-from benchmarks.step.contenders import Build, Steps
-from benchmarks.step.workload import MAX_NORM, Workload
+from benchmarks.peers.contenders import deepspeed_zero
+from benchmarks.step.contenders import Build, TrainSteps
+from benchmarks.step.workload import MAX_NORM, GPTWorkload
 
 _WRITE_AND_WAIT = 7  # of sync_file_range(2): for what is under way, for all of it, and for its end
 #: DeepSpeed's settings of a run, as JSON; see nvme.py.
 TUNING = "NVME_BENCHMARK_DEEPSPEED"
 
 
-def folder() -> Path:
+def nvme_folder() -> Path:
     """Where all of them keep their states."""
     return Path(os.environ["NPUZERO_NVME_PATHS"].split(os.pathsep)[0])
 
@@ -39,7 +39,7 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
     """npuzero's stage 3 with states on NVMe; ``storage`` is what follows in the precision's name."""
     import npuzero
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         npuzero.init()
         precision = workload.precision + storage
         npuzero.zero(model, 3, offload="nvme", precision=precision, settings=npuzero.Settings(overlap=overlap))
@@ -50,7 +50,7 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Steps(model, update)
+        return TrainSteps(model, update)
 
     return build
 
@@ -58,16 +58,16 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
 def deepspeed_nvme() -> Build:
     """DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
     tuning = json.loads(os.environ[TUNING])
-    offload = {"device": "nvme", "nvme_path": str(folder()), "pin_memory": False, **tuning["offload_optimizer"]}
+    offload = {"device": "nvme", "nvme_path": str(nvme_folder()), "pin_memory": False, **tuning["offload_optimizer"]}
     zero = {"stage": 3, "offload_optimizer": offload, **tuning["sub_group"]}
-    return deepspeed(zero, aio=tuning["aio"])
+    return deepspeed_zero(zero, aio=tuning["aio"])
 
 
-class Mapped:
+class MappedMemory:
     """float32 memory that is a file's; the file has no name, and goes with it."""
 
     def __init__(self, numel: int) -> None:
-        with TemporaryFile(dir=folder()) as file:
+        with TemporaryFile(dir=nvme_folder()) as file:
             os.posix_fallocate(file.fileno(), 0, 4 * numel)
             self._map = mmap.mmap(file.fileno(), 4 * numel)
             self._file = os.dup(file.fileno())
@@ -85,14 +85,14 @@ class Mapped:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def mapped(forget: bool = False) -> Build:
+def mapped_adamw(forget: bool = False) -> Build:
     """torch's fused AdamW over masters and moments in memory-mapped files, a block of the model after the other.
 
     ``forget``: a block's pages are written and dropped with its update; else the kernel says which are in memory.
     """
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
-        updates = [MappedAdamW(list(parameters), workload.hyper) for parameters in _blocks(model)]
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
+        updates = [MappedAdamW(list(parameters), workload.hyper) for parameters in _parameters_by_block(model)]
         model.to(workload.dtype)
         parameters = list(model.parameters())
 
@@ -106,12 +106,12 @@ def mapped(forget: bool = False) -> Build:
             for each in updates:
                 each.write()
 
-        return Steps(model, update)
+        return TrainSteps(model, update)
 
     return build
 
 
-def _blocks(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+def _parameters_by_block(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     inner = [list(block.parameters()) for block in model.blocks]  # type: ignore[union-attr, operator]
     known = {id(parameter) for block in inner for parameter in block}
     yield [parameter for parameter in model.parameters() if id(parameter) not in known]
@@ -124,7 +124,7 @@ class MappedAdamW:
     def __init__(self, parameters: list[nn.Parameter], hyper: dict[str, Any]) -> None:
         self._parameters = parameters
         numel = sum(parameter.numel() for parameter in parameters)
-        self._maps = [Mapped(numel) for _ in range(3)]
+        self._maps = [MappedMemory(numel) for _ in range(3)]
         masters, first, second = (self._parts(states.tensor) for states in self._maps)
         for master, parameter in zip(masters, parameters, strict=True):
             master.copy_(parameter.detach())
@@ -167,6 +167,6 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "npuzero-8bit": partial(npuzero_nvme, "-8bit"),
     "npuzero-8bit-blocking": partial(npuzero_nvme, "-8bit", overlap=False),
     "deepspeed": deepspeed_nvme,
-    "mapped": mapped,
-    "mapped-dropped": partial(mapped, forget=True),
+    "mapped": mapped_adamw,
+    "mapped-dropped": partial(mapped_adamw, forget=True),
 }

@@ -18,8 +18,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.precision.curves import BASELINE, CONTENDERS, PLAN, RANKS, STEPS, Options, corpus, curve, distance
-from npuzero.bench import fingerprint
+from benchmarks.precision.curves import (
+    BASELINE,
+    CONTENDERS,
+    PLAN,
+    RANKS,
+    STEPS,
+    Options,
+    largest_distance,
+    load_corpus,
+    train_curve,
+)
+from npuzero.bench import machine_fingerprint
 
 SCHEMA = 1
 
@@ -37,26 +47,26 @@ def main() -> None:
     torch.set_num_threads(1)
     options = Options(steps=arguments.steps)
     sizes = {name: getattr(options, name) for name in ("steps", "batch", "seq", "dim", "layers", "heads", "lr", "seed")}
-    record = load(arguments.out, {**sizes, "ranks": RANKS, "plan": PLAN})
-    text = corpus()
+    record = load_curves(arguments.out, {**sizes, "ranks": RANKS, "plan": PLAN})
+    text = load_corpus()
     for name in arguments.names or CONTENDERS:
         print(name, flush=True)
-        record["curves"][name] = asdict(curve(CONTENDERS[name], text, options))
+        record["curves"][name] = asdict(train_curve(CONTENDERS[name], text, options))
         if arguments.out is not None:
-            write(arguments.out, record)
-    outside = judge(record["curves"])
+            write_curves(arguments.out, record)
+    outside = judge_curves(record["curves"])
     if arguments.plot is not None:
-        from benchmarks.precision.plot import plot
+        from benchmarks.precision.plot import plot_curves
 
-        plot(record, arguments.plot)
+        plot_curves(record, arguments.plot)
     sys.exit(1 if outside else 0)
 
 
-def judge(curves: dict[str, Any]) -> list[str]:
+def judge_curves(curves: dict[str, Any]) -> list[str]:
     """Prints how far each curve is from the baseline's; the names of those outside their bands."""
     outside = []
     for name in (name for name in CONTENDERS if name in curves and BASELINE in curves):
-        far, band = distance(curves[name]["losses"], curves[BASELINE]["losses"]), CONTENDERS[name].band
+        far, band = largest_distance(curves[name]["losses"], curves[BASELINE]["losses"]), CONTENDERS[name].band
         print(
             f"{name}: {far:.4f} nats per byte from fp32 at the most, allowed {band}; {curves[name]['skipped']} skipped"
         )
@@ -65,13 +75,13 @@ def judge(curves: dict[str, Any]) -> list[str]:
     return outside
 
 
-def load(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+def load_curves(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """The record in the file, if it is one of the same options; else an empty one."""
     now = {
         "schema": SCHEMA,
         "command": "python -m benchmarks.precision",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": fingerprint(),
+        "machine": machine_fingerprint(),
         "options": options,
         "curves": {},
     }
@@ -82,7 +92,7 @@ def load(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     return now
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
+def write_curves(path: Path, record: dict[str, Any]) -> None:
     for each in record["curves"].values():
         each["losses"] = [round(loss, 5) for loss in each["losses"]]
     names = dict.fromkeys((*CONTENDERS, *record["curves"]))

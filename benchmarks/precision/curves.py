@@ -35,7 +35,7 @@ AFTER = 60
 
 
 @dataclass(frozen=True)
-class Contender:
+class PrecisionContender:
     """How one run is made, and how far its mean loss may be from fp32's: nats per byte.
 
     Attributes:
@@ -57,14 +57,14 @@ class Contender:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CONTENDERS = {
-    BASELINE: Contender("fp32", 0.0),
-    "autocast bf16": Contender("fp32", 0.03, autocast=True),
-    "fp32, reduced in bf16": Contender(Precision(FP32, wires=BF16), 0.03),
-    "bf16": Contender("bf16", 0.03),
-    "fp16": Contender("fp16", 0.03, scale=2.0**14),
-    "bf16-split": Contender("bf16-split", 0.03),
-    "bf16-stochastic": Contender("bf16-stochastic", 0.03),
-    "bf16-8bit": Contender("bf16-8bit", 0.03),
+    BASELINE: PrecisionContender("fp32", 0.0),
+    "autocast bf16": PrecisionContender("fp32", 0.03, autocast=True),
+    "fp32, reduced in bf16": PrecisionContender(Precision(FP32, wires=BF16), 0.03),
+    "bf16": PrecisionContender("bf16", 0.03),
+    "fp16": PrecisionContender("fp16", 0.03, scale=2.0**14),
+    "bf16-split": PrecisionContender("bf16-split", 0.03),
+    "bf16-stochastic": PrecisionContender("bf16-stochastic", 0.03),
+    "bf16-8bit": PrecisionContender("bf16-8bit", 0.03),
 }
 
 
@@ -95,18 +95,18 @@ _PRODUCTS = (
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainingCurve:
     """What one run left: the mean loss over the ranks of each step, and how many steps its scaler skipped."""
 
     losses: list[float]
     skipped: int
 
 
-def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
+def train_curve(contender: PrecisionContender, text: torch.Tensor, options: Options) -> TrainingCurve:
     """Train for ``options.steps`` on the contender's ranks."""
     ranks = contender.ranks
 
-    def rank(world: World) -> Curve:
+    def rank(world: World) -> TrainingCurve:
         with _FIRST_WEIGHTS:
             torch.manual_seed(options.seed)
             model = GPT(options.model)
@@ -139,22 +139,22 @@ def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
             losses.append(loss.item())
         by_rank = world.exchange(losses)
         mean = [sum(each) / ranks for each in zip(*by_rank, strict=True)]
-        return Curve(mean, scaler.skipped if contender.scale else 0)
+        return TrainingCurve(mean, scaler.skipped if contender.scale else 0)
 
     return comm.run_threads(ranks, rank)[0]
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def smooth_losses(losses: Sequence[float]) -> list[float]:
     """Means over :data:`WINDOW` steps, by their last step."""
     return [sum(losses[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(losses) + 1)]
 
 
-def distance(losses: Sequence[float], baseline: Sequence[float]) -> float:
+def largest_distance(losses: Sequence[float], baseline: Sequence[float]) -> float:
     """The largest distance of two curves' means, windows that begin before :data:`AFTER` left out."""
-    pairs = zip(smoothed(losses[AFTER:]), smoothed(baseline[AFTER:]), strict=True)
+    pairs = zip(smooth_losses(losses[AFTER:]), smooth_losses(baseline[AFTER:]), strict=True)
     return max(abs(own - other) for own, other in pairs)
 
 
-def corpus() -> torch.Tensor:
+def load_corpus() -> torch.Tensor:
     """What the demo trains on: u8[n]."""
     return Corpus.standard_library().train

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import Axes, Figure, Line2D, plt, source_of  # first: it chooses matplotlib's backend
-from benchmarks.precision.curves import AFTER, BASELINE, CONTENDERS, WINDOW, distance, smoothed
-from npuzero.cli.palette import CURVES, FAINT, GOAL, OTHER, STYLE, caption
+from benchmarks.plot import Axes, Figure, Line2D, describe_machine, plt  # first: it chooses matplotlib's backend
+from benchmarks.precision.curves import AFTER, BASELINE, CONTENDERS, WINDOW, largest_distance, smooth_losses
+from npuzero.cli.palette import CURVES, FAINT, GOAL, OTHER, STYLE, add_caption
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,19 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("record", type=Path, help="what benchmarks.precision --out wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
     options = parser.parse_args(arguments)
-    plot(json.loads(options.record.read_text("utf-8")), options.out)
+    plot_curves(json.loads(options.record.read_text("utf-8")), options.out)
 
 
-def plot(record: Mapping[str, Any], path: Path) -> None:
+def plot_curves(record: Mapping[str, Any], path: Path) -> None:
     """Draw all curves of ``record`` into the file ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
-        figure = draw(record)
+        figure = draw_curves(record)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def draw(record: Mapping[str, Any]) -> Figure:
+def draw_curves(record: Mapping[str, Any]) -> Figure:
     """Return the picture: losses at the left, their distances from fp32's at the right.
 
     Args:
@@ -43,17 +43,17 @@ def draw(record: Mapping[str, Any]) -> Figure:
         name: record["curves"][name]["losses"] for name in CONTENDERS if name in record["curves"]
     }
     base = losses.pop(BASELINE)
-    names = together(losses)
+    names = group_equal_curves(losses)
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), width_ratios=(1, 1.5), layout="constrained")
     steps = range(WINDOW, len(base) + 1)
-    left.plot(steps, smoothed(base), color=OTHER, linewidth=6, label=BASELINE, solid_capstyle="round")
+    left.plot(steps, smooth_losses(base), color=OTHER, linewidth=6, label=BASELINE, solid_capstyle="round")
     for (name, label), (colour, dash) in zip(names.items(), CURVES, strict=False):
-        mean = smoothed(losses[name])
+        mean = smooth_losses(losses[name])
         left.plot(steps, mean, color=colour, linewidth=1, linestyle=dash)
-        apart = [own - other for own, other in zip(mean, smoothed(base), strict=True)]
+        apart = [own - other for own, other in zip(mean, smooth_losses(base), strict=True)]
         right.plot(steps, apart, color=colour, linewidth=2, linestyle=dash, label=label)
     bands = {CONTENDERS[name].band for name in losses}
-    _bands(right, bands, steps[-1])
+    _draw_bands(right, bands, steps[-1])
     left.set(xlabel="step", ylabel="training loss, nats per byte", title="Losses: one curve to the eye")
     right.set(xlabel="step", ylabel="loss − fp32's, nats per byte", title="Distance from fp32's")
     for axes in (left, right):
@@ -61,19 +61,21 @@ def draw(record: Mapping[str, Any]) -> Figure:
     handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
     handles.append(Line2D([], [], color=GOAL, linestyle=":", linewidth=2, label="band"))
     subject = f"The example's GPT, means over {WINDOW} steps, the same batches from the same weights."
-    caption(figure, finding(losses, base, max(bands)), subject, source_of(record.get("machine")), handles)
+    add_caption(
+        figure, summarize_curves(losses, base, max(bands)), subject, describe_machine(record.get("machine")), handles
+    )
     return figure
 
 
-def finding(losses: Mapping[str, list[float]], base: list[float], band: float) -> str:
+def summarize_curves(losses: Mapping[str, list[float]], base: list[float], band: float) -> str:
     """Return what the picture shows, in a line."""
-    far = max(distance(each, base) for each in losses.values())
+    far = max(largest_distance(each, base) for each in losses.values())
     if far > band:
         return f"A precision strays {far:.3f} nats per byte from fp32; {band:g} are allowed"
     return f"Every precision stays within {far:.3f} nats per byte of fp32; {band:g} are allowed"
 
 
-def together(losses: Mapping[str, list[float]]) -> dict[str, str]:
+def group_equal_curves(losses: Mapping[str, list[float]]) -> dict[str, str]:
     """Return the first name of each different curve, and its label: the names of all that are equal to it."""
     found: dict[str, list[str]] = {}
     for name, each in losses.items():
@@ -82,7 +84,7 @@ def together(losses: Mapping[str, list[float]]) -> dict[str, str]:
     return {first: " = ".join(names) for first, names in found.items()}
 
 
-def _bands(axes: Axes, bands: set[float], last: int) -> None:
+def _draw_bands(axes: Axes, bands: set[float], last: int) -> None:
     """Draw how far a curve may be, from where it is held to that."""
     for band in bands:
         for edge in (band, -band):

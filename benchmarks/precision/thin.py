@@ -19,8 +19,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.precision.__main__ import load, write
-from benchmarks.precision.curves import AFTER, BF16, Contender, Options, corpus, curve, distance
+from benchmarks.precision.__main__ import load_curves, write_curves
+from benchmarks.precision.curves import (
+    AFTER,
+    BF16,
+    Options,
+    PrecisionContender,
+    largest_distance,
+    load_corpus,
+    train_curve,
+)
 from npuzero import Precision
 
 SEEDS = (0, 1, 2)
@@ -29,9 +37,9 @@ BASE = "hpz"
 BEGIN, END = "<!-- thin: begin -->", "<!-- thin: end -->"
 _FEEDBACK = Precision(BF16, gathers="int8", wires={"node": "int4"}, feedback="node")
 _ALL = Precision(BF16, gathers="int8", wires="int4", feedback="all")
-_ROW = Contender("bf16", 0.0, plan=BASE, ranks=4, local_size=2)
+_ROW = PrecisionContender("bf16", 0.0, plan=BASE, ranks=4, local_size=2)
 #: By name how a run is made, and the band that it is held to; none where it is only told.
-CONTENDERS: dict[str, Contender] = {
+CONTENDERS: dict[str, PrecisionContender] = {
     BASE: _ROW,
     "zero++": replace(_ROW, plan="zero++", band=0.03),
     "thin": replace(_ROW, plan="thin", band=0.02),
@@ -48,52 +56,53 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.page is not None:
         head, rest = arguments.page.read_text("utf-8").split(BEGIN)
-        made = table(json.loads(arguments.out.read_text("utf-8"))["curves"])
+        made = thin_table(json.loads(arguments.out.read_text("utf-8"))["curves"])
         arguments.page.write_text(f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", "utf-8")
         return
     torch.set_num_threads(1)
     options = Options(steps=arguments.steps, batch=2)
     sizes = {name: getattr(options, name) for name in ("steps", "batch", "seq", "dim", "layers", "heads", "lr")}
-    record = load(arguments.out, {**sizes, "nodes": 2, "ranks": 4, "plan": BASE})
+    record = load_curves(arguments.out, {**sizes, "nodes": 2, "ranks": 4, "plan": BASE})
     record["command"] = "python -m benchmarks.precision.thin"
-    text = corpus()
+    text = load_corpus()
     for seed in SEEDS:
         for name, contender in CONTENDERS.items():
             if f"{name}, seed {seed}" in record["curves"]:
                 continue
             print(name, seed, flush=True)
-            losses = curve(contender, text, replace(options, seed=seed)).losses
+            losses = train_curve(contender, text, replace(options, seed=seed)).losses
             record["curves"][f"{name}, seed {seed}"] = {"losses": losses, "skipped": 0}
             if arguments.out is not None:
-                write(arguments.out, record)
-    print(table(record["curves"]))
-    sys.exit(1 if outside(record["curves"]) else 0)
+                write_curves(arguments.out, record)
+    print(thin_table(record["curves"]))
+    sys.exit(1 if find_outside(record["curves"]) else 0)
 
 
-def losses_of(curves: Mapping[str, Any], name: str, seed: int) -> list[float]:
+def run_losses(curves: Mapping[str, Any], name: str, seed: int) -> list[float]:
     """Return the loss of each step of one run."""
     found: list[float] = curves[f"{name}, seed {seed}"]["losses"]
     return found
 
 
-def strays(curves: Mapping[str, Any], name: str) -> list[float]:
-    """Return by seed how far a curve is from bf16's at the most: means over 20 steps, see ``distance``."""
-    return [distance(losses_of(curves, name, seed), losses_of(curves, BASE, seed)) for seed in SEEDS]
+def largest_distances(curves: Mapping[str, Any], name: str) -> list[float]:
+    """Return by seed how far a curve is from bf16's at the most: means over 20 steps, see ``largest_distance``."""
+    return [largest_distance(run_losses(curves, name, seed), run_losses(curves, BASE, seed)) for seed in SEEDS]
 
 
-def last(curves: Mapping[str, Any], name: str) -> float:
+def last_losses(curves: Mapping[str, Any], name: str) -> float:
     """Return the mean loss of the last :data:`AFTER` steps, over the seeds, less bf16's."""
     return fmean(
-        fmean(losses_of(curves, name, seed)[-AFTER:]) - fmean(losses_of(curves, BASE, seed)[-AFTER:]) for seed in SEEDS
+        fmean(run_losses(curves, name, seed)[-AFTER:]) - fmean(run_losses(curves, BASE, seed)[-AFTER:])
+        for seed in SEEDS
     )
 
 
-def outside(curves: Mapping[str, Any]) -> list[str]:
+def find_outside(curves: Mapping[str, Any]) -> list[str]:
     """Return the names of those that leave their bands."""
-    return [name for name, each in CONTENDERS.items() if max(strays(curves, name)) > each.band]
+    return [name for name, each in CONTENDERS.items() if max(largest_distances(curves, name)) > each.band]
 
 
-def table(curves: Mapping[str, Any]) -> str:
+def thin_table(curves: Mapping[str, Any]) -> str:
     """Return how far each contender is from bf16, in nats per byte, as Markdown."""
     seeds = " | ".join(f"seed {seed}" for seed in SEEDS)
     lines = [
@@ -103,11 +112,11 @@ def table(curves: Mapping[str, Any]) -> str:
     for name, contender in CONTENDERS.items():
         if name == BASE:
             continue
-        far = strays(curves, name)
+        far = largest_distances(curves, name)
         kept = "" if max(far) <= contender.band else " ✗"
         band = "not held to one" if contender.band == float("inf") else f"{contender.band:g}{kept}"
         cells = " | ".join(f"{each:.4f}" for each in far)
-        lines.append(f"| {name} | {cells} | {band} | {last(curves, name):+.4f} |")
+        lines.append(f"| {name} | {cells} | {band} | {last_losses(curves, name):+.4f} |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.step.compare import ALONE, COMPUTE, add_options, compare, preset_entry
+from benchmarks.step.compare import ALONE, COMPUTE, add_comparison_options, preset_entry, run_comparison
 from benchmarks.step.contenders import PRESETS
 
 
@@ -23,11 +23,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", type=lambda text: text.split(","), default=list(PRESETS), help="with commas")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last preset there")
-    add_options(parser)
+    add_comparison_options(parser)
     options = parser.parse_args()
     # In bf16, plain torch keeps masters as npuzero does, and where there is one rank it is the model's whole training.
     baselines = [COMPUTE, ALONE] if options.precision == "fp32" or options.ranks == 1 else [COMPUTE]
-    compare("step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace)
+    run_comparison(
+        "step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace
+    )
 
 
 if __name__ == "__main__":

@@ -18,10 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import npuzero
-from benchmarks.step.workload import Workload
+from benchmarks.step.workload import GPTWorkload
 from npuzero import observe
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run, typed
-from npuzero.bench.group import Group
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    Result,
+    Team,
+    format_command,
+    machine_fingerprint,
+    python_worker,
+    run_benchmark,
+)
+from npuzero.bench.group import ControlGroup
 from npuzero.comm import World
 from npuzero.errors import BenchmarkError
 
@@ -34,7 +44,7 @@ BANDS = {"fp32": 1e-4, "bf16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparisonEntry:
     """A contender of a comparison.
 
     Attributes:
@@ -53,21 +63,21 @@ class Entry:
     trains: bool = True
     peer: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
-    group: Group | None = None
+    group: ControlGroup | None = None
 
 
-COMPUTE = Entry(BASELINE, "benchmarks.step.contenders:compute", trains=False)
-ALONE = Entry("independent ranks", "benchmarks.step.contenders:alone", trains=False)
+COMPUTE = ComparisonEntry(BASELINE, "benchmarks.step.contenders:compute", trains=False)
+ALONE = ComparisonEntry("independent ranks", "benchmarks.step.contenders:alone", trains=False)
 
 
-def preset_entry(preset: str) -> Entry:
+def preset_entry(preset: str) -> ComparisonEntry:
     """npuzero under a preset."""
-    return Entry(f"npuzero {preset}", f"benchmarks.step.contenders:{preset}")
+    return ComparisonEntry(f"npuzero {preset}", f"benchmarks.step.contenders:{preset}")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     """The options of every comparison."""
-    Workload.add_options(parser)
+    GPTWorkload.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="on this host; under torchrun its own count holds")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--rounds", type=int, default=9, help="at the most")
@@ -79,11 +89,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
 
 
-class Comparison:
+class ContenderTeams:
     """The teams of a comparison, alive side by side."""
 
-    def __init__(self, entries: Sequence[Entry], options: argparse.Namespace, missing: Mapping[str, str]) -> None:
-        self.workload = Workload.of(options)
+    def __init__(
+        self, entries: Sequence[ComparisonEntry], options: argparse.Namespace, missing: Mapping[str, str]
+    ) -> None:
+        self.workload = GPTWorkload.of(options)
         self.world: World = npuzero.init("cpu")
         self.launched = self.world.size > 1
         self.ranks: int = self.world.size if self.launched else options.ranks
@@ -120,13 +132,13 @@ class Comparison:
         parameters = asdict(self.workload) | {"ranks": self.ranks, "threads": options.threads}
         parameters["missing"] = self.missing
         benchmark = Benchmark(name, title, contenders, BASELINE, lambda: self._checked, parameters)
-        result = run(benchmark, effort, combine=self._greatest)
+        result = run_benchmark(benchmark, effort, combine=self._greatest)
         for contender in result.seconds:
             result.values[contender] = self._look(contender)
         add_beyond_plan(result.values)
         return result
 
-    def _check(self, entry: Entry, team: Team, reference: list[float]) -> None:
+    def _check(self, entry: ComparisonEntry, team: Team, reference: list[float]) -> None:
         """That a contender learns what plain torch learns."""
         by_rank = self._of_all(team.ask("train", steps=len(reference)))
         losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
@@ -171,7 +183,7 @@ class Comparison:
 
     def _team(
         self,
-        entry: Entry,
+        entry: ComparisonEntry,
         batches: list[list[int]],
         place: int,
         *,
@@ -211,7 +223,7 @@ def write_trace(path: Path, told: Sequence[Sequence[dict[str, Any]]], **facts: A
         for event in (event for events in told for event in events):
             kind = observe.Span if "end_s" in event else observe.Count if "value" in event else observe.Instant
             observe.emit(kind(**event))
-    facts["machine"] = fingerprint()
+    facts["machine"] = machine_fingerprint()
     rows = ",\n".join(json.dumps(row) for row in json.loads(path.read_text("utf-8"))["traceEvents"])
     path.write_text(f'{{"otherData": {json.dumps(facts)},\n"traceEvents": [\n{rows}\n]}}\n', "utf-8")
 
@@ -231,9 +243,9 @@ def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
             looked["beyond_plan"] = held / looked["plan_bytes"] - 1
 
 
-def compare(
+def run_comparison(
     suite: str,
-    entries: Sequence[Entry],
+    entries: Sequence[ComparisonEntry],
     options: argparse.Namespace,
     *,
     trace: Path | None = None,
@@ -247,10 +259,10 @@ def compare(
         missing: contenders that cannot take part, and why.
         parameters: further facts for the record.
     """
-    comparison = Comparison(entries, options, missing or {})
+    comparison = ContenderTeams(entries, options, missing or {})
     workload = comparison.workload
     name = f"{suite}/{workload.precision}-batch{workload.batch}"
-    record = Record.begin(suite, typed(), fingerprint())
+    record = Record.begin(suite, format_command(), machine_fingerprint())
     with ExitStack() as stack:
         comparison.start(stack)
         result = comparison.measure(name, f"training step, {workload.precision}, batch {workload.batch} a rank")
@@ -259,13 +271,13 @@ def compare(
     result.parameters |= parameters or {}
     record.results.append(result)
     if comparison.world.rank == 0:
-        print(table(result))
+        print(comparison_table(result))
         if options.out is not None:
             record.write(options.out)
     return record
 
 
-def table(result: Result) -> str:
+def comparison_table(result: Result) -> str:
     """For people."""
     parameters = result.parameters
     tokens = parameters["ranks"] * parameters["batch"] * parameters["sequence"]

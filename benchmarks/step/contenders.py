@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step.workload import MAX_NORM, Workload, loss_of
+from benchmarks.step.workload import MAX_NORM, GPTWorkload, gpt_loss
 
 
 @dataclass
-class Steps:
+class TrainSteps:
     """How a contender takes a step: forward, backward, update.
 
     Attributes:
@@ -39,34 +39,34 @@ class Steps:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     plan_bytes: int | None = None
     only_computes: bool = False
-    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of
+    loss: Callable[[nn.Module, Tensor], Tensor] = gpt_loss
 
 
-Build = Callable[[nn.Module, Workload], Steps]
+Build = Callable[[nn.Module, GPTWorkload], TrainSteps]
 
 
-def own_device() -> torch.device:
+def default_device() -> torch.device:
     """The device npuzero would choose for this rank."""
     from npuzero import device
 
     return device.choose(int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def compute_only() -> Build:
+def step_compute_only() -> Build:
     """Forward and backward in the pure precision; gradients are dropped, and nothing is sent."""
-    device = own_device()
+    device = default_device()
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         model.to(device, workload.dtype)
         plan_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        return Steps(model, partial(model.zero_grad, set_to_none=True), plan_bytes=plan_bytes, only_computes=True)
+        return TrainSteps(model, partial(model.zero_grad, set_to_none=True), plan_bytes=plan_bytes, only_computes=True)
 
     return build
 
 
-def alone() -> Build:
+def independent_ranks() -> Build:
     """Plain torch, each rank for itself: clipping and fused AdamW, on float32 masters where parameters are not."""
-    device = own_device()
+    device = default_device()
     return lambda model, workload: plain_steps(model.to(device), workload.hyper, workload.dtype)
 
 
@@ -75,7 +75,7 @@ def plain_steps(
     hyper: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> Steps:
+) -> TrainSteps:
     """Torch's clipping and fused AdamW on all parameters of ``model``, which is float32 when this is called.
 
     In another dtype parameters have float32 masters. These begin with what the model held before its conversion, as
@@ -86,7 +86,7 @@ def plain_steps(
     model = wrap(model.to(dtype))
     if dtype == torch.float32:
         optimizer = torch.optim.AdamW(parameters, fused=True, **hyper)
-        return Steps(model, partial(clip_and_step, parameters, optimizer))
+        return TrainSteps(model, partial(clip_and_step, parameters, optimizer))
     optimizer = torch.optim.AdamW(masters, fused=True, **hyper)
 
     def update() -> None:
@@ -97,7 +97,7 @@ def plain_steps(
         with torch.no_grad():
             torch._foreach_copy_(parameters, masters)
 
-    return Steps(model, update)
+    return TrainSteps(model, update)
 
 
 def clip_and_step(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +111,7 @@ def npuzero_preset(preset: str, local_size: int | None = None, storage: str = ""
     """npuzero under a preset; ``storage`` is what follows in the precision's name, such as ``"-split"``."""
     import npuzero
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         world = npuzero.init()
         model.to(world.device)
         plan = npuzero.Plan.preset(preset, precision=workload.precision + storage, local_size=local_size)
@@ -124,7 +124,7 @@ def npuzero_preset(preset: str, local_size: int | None = None, storage: str = ""
             optimizer.step()
             optimizer.zero_grad()
 
-        return Steps(model, update, plan_bytes=plan_bytes)
+        return TrainSteps(model, update, plan_bytes=plan_bytes)
 
     return build
 
@@ -138,8 +138,8 @@ PRESETS = {
 }
 
 CONTENDERS: dict[str, Callable[[], Build]] = {
-    "compute": compute_only,
-    "alone": alone,
+    "compute": step_compute_only,
+    "alone": independent_ranks,
     **{preset: partial(npuzero_preset, preset, local_size) for preset, local_size in PRESETS.items()},
     # Of bf16 only: no rounded copy beside the masters, as FSDP2 keeps none.
     "zero3-split": partial(npuzero_preset, "zero3", storage="-split"),

@@ -24,25 +24,25 @@ import torch
 import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made, in every contender with one: 70 MB
 
 from benchmarks.step import memory
-from benchmarks.step.workload import Workload
+from benchmarks.step.workload import GPTWorkload
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
     """The rank that the launcher's variables name, which under torchrun is another than this team's."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return Rank(int(os.environ["RANK"]), options)
+    return StepRank(int(os.environ["RANK"]), options)
 
 
-class Rank:
+class StepRank:
     """Takes steps; ``workload``: what kind options["workload"] has the fields of."""
 
-    def __init__(self, rank: int, options: dict[str, Any], workload: type[Workload] = Workload) -> None:
+    def __init__(self, rank: int, options: dict[str, Any], workload: type[GPTWorkload] = GPTWorkload) -> None:
         module, _, name = options["contender"].partition(":")
         build = importlib.import_module(module).CONTENDERS[name]()
         self._rank = rank
         self._workload = workload(**options["workload"])
         self._batches: list[int] = options["batches"][rank]
-        self._base_bytes = memory.now_bytes(torch.device("cpu"))
+        self._base_bytes = memory.current_resident_bytes(torch.device("cpu"))
         begin_s = time.perf_counter()
         self.steps = build(self._workload.model(), self._workload)
         self._made_s = time.perf_counter() - begin_s
@@ -92,7 +92,7 @@ class Rank:
             parts[part] += (end_s - begin_s) / steps
             return end_s
 
-        with events() as found:
+        with record_events() as found:
             faults, disk = memory.page_faults(), memory.disk_bytes()
             for _ in range(steps):
                 self._step(mark)
@@ -114,18 +114,18 @@ class Rank:
 
     def _held(self) -> dict[str, Any]:
         """Memory in one step; what only computes drops each gradient as it comes."""
-        reset = memory.reset(self._device)
+        reset = memory.reset_peak_bytes(self._device)
         with contextlib.ExitStack() as hooks:
             if self.steps.only_computes:
                 for parameter in self.steps.model.parameters():
-                    hooks.callback(parameter.register_post_accumulate_grad_hook(_drop).remove)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
             self._step()
         self.synchronize()
         return {
             "base_bytes": self._base_bytes,
-            "peak_bytes": memory.peak_bytes(self._device),
+            "peak_bytes": memory.peak_resident_bytes(self._device),
             "peak_is_of_one_step": reset,
-            "shared_bytes": memory.shared_bytes(self._device),
+            "shared_bytes": memory.shared_resident_bytes(self._device),
         }
 
     def trace(self, steps: int) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ class Rank:
             return end_s
 
         self.run()
-        with events() as found:
+        with record_events() as found:
             for _ in range(steps):
                 self._step(mark)
         return parts + found
@@ -165,7 +165,7 @@ class Rank:
 
 
 @contextmanager
-def events() -> Iterator[list[dict[str, Any]]]:
+def record_events() -> Iterator[list[dict[str, Any]]]:
     """npuzero's events within the block, there when it ends; none where the contender has not imported npuzero."""
     found: list[dict[str, Any]] = []
     observe = sys.modules.get("npuzero.observe")
@@ -177,5 +177,5 @@ def events() -> Iterator[list[dict[str, Any]]]:
     found += [vars(event) for event in sink.events]
 
 
-def _drop(parameter: torch.Tensor) -> None:
+def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None

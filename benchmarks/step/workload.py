@@ -30,7 +30,7 @@ HELP = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class GPTWorkload:
     """Sizes of the model and of a step; each is a command line option of the same name."""
 
     dim: int = 512
@@ -55,7 +55,7 @@ class Workload:
             )
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Workload:
+    def of(cls, options: argparse.Namespace) -> GPTWorkload:
         return cls(**{item.name: getattr(options, item.name) for item in fields(cls)})
 
     @property
@@ -67,10 +67,10 @@ class Workload:
         """Options of AdamW."""
         return HYPER | {"lr": self.lr}
 
-    def model(self) -> GPT:
+    def model(self) -> BenchmarkGPT:
         """The model in float32 on the CPU; the same weights in every process."""
         torch.manual_seed(0)
-        return GPT(self)
+        return BenchmarkGPT(self)
 
     def tokens(self, rank: int, step: int) -> Tensor:
         """int64[B, T + 1]: walks of steps 0..3 around the vocabulary, so there is something to learn (down to ln 4)."""
@@ -79,7 +79,7 @@ class Workload:
         return moves.cumsum(1) % self.vocabulary
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and a feed-forward layer, each behind a norm and beside the residual."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -99,14 +99,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
 
 
-class GPT(nn.Module):
+class BenchmarkGPT(nn.Module):
     """int64[B, T] -> logits f32[B, T, V]."""
 
-    def __init__(self, sizes: Workload) -> None:
+    def __init__(self, sizes: GPTWorkload) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim)
         self.positions = nn.Embedding(sizes.sequence, sizes.dim)
-        self.blocks = nn.ModuleList(Block(sizes.dim, sizes.heads) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(GPTBlock(sizes.dim, sizes.heads) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.dim)
         self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
         for weight in self.parameters():
@@ -120,18 +120,18 @@ class GPT(nn.Module):
         return self.head(self.norm(x)).float()
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def gpt_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def stepping(
+def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, clip: Callable[[], object] = lambda: None
 ) -> Callable[[], Tensor]:
     """A function that takes one training step on ``tokens``, always the same, and returns its loss."""
 
     def step() -> Tensor:
-        loss = loss_of(model, tokens)
+        loss = gpt_loss(model, tokens)
         loss.backward()
         clip()
         optimizer.step()

@@ -30,11 +30,21 @@ from typing import Any
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import BANDS, ROOT
 from benchmarks.wires import work
-from benchmarks.wires.links import Shared
-from benchmarks.wires.namespaces import Wired, wired
-from benchmarks.wires.work import EACH, PEERS, PLANS, RANKS, Demo
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run, typed
-from npuzero.cli.table import table
+from benchmarks.wires.links import SharedLinks
+from benchmarks.wires.namespaces import WiredNodes, lay_wire
+from benchmarks.wires.work import EACH, PEERS, PLANS, RANKS, DemoWorkload
+from npuzero.bench import (
+    Benchmark,
+    Effort,
+    Record,
+    Result,
+    Team,
+    format_command,
+    machine_fingerprint,
+    python_worker,
+    run_benchmark,
+)
+from npuzero.cli.table import format_table
 from npuzero.errors import BenchmarkError
 
 SHARED, NAMESPACES = "shared", "namespaces"
@@ -45,45 +55,45 @@ GOALS = {"hpz": 2.0, "zero3": 4.0}
 JUDGED, LONGER = "1", 2.5
 #: How far a loss may be from plain torch's where codes travel.
 CODED_BAND = 0.05
-Link = Wired | Shared
+Link = WiredNodes | SharedLinks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    Demo.add_options(parser)
+    DemoWorkload.add_options(parser)
     parser.add_argument("--links", choices=(NAMESPACES, SHARED), default=NAMESPACES)
-    parser.add_argument("--plans", type=_words, default=PLANS, help="with commas")
-    parser.add_argument("--peers", type=_words, default=PEERS, help="with commas; of namespaces alone")
+    parser.add_argument("--plans", type=_split_words, default=PLANS, help="with commas")
+    parser.add_argument("--peers", type=_split_words, default=PEERS, help="with commas; of namespaces alone")
     parser.add_argument("--pip", type=str.split, default=[], help="further arguments of pip install")
-    parser.add_argument("--rates", type=_words, default=RATES, help="Gbit/s, with commas")
+    parser.add_argument("--rates", type=_split_words, default=RATES, help="Gbit/s, with commas")
     parser.add_argument("--rounds", type=int, default=9, help="at each rate, at the most")
     parser.add_argument("--seconds", type=float, default=30.0, help="of rounds at each rate, after which none begins")
     parser.add_argument("--checked", type=int, default=2, help="steps whose losses are compared with plain torch's")
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
     options = parser.parse_args(arguments)
-    record = Record.begin("wires", typed(), fingerprint())
+    record = Record.begin("wires", format_command(), machine_fingerprint())
     with ExitStack() as stack:
-        comparison = Comparison(options, stack.enter_context(links(options.links)))
+        comparison = WireComparison(options, stack.enter_context(make_links(options.links)))
         comparison.start(stack)
         for rate in options.rates:
             record.results.append(comparison.measure(rate))
-    print(told(record.results))
+    print(format_results(record.results))
     if options.out is not None:
         record.write(options.out)
 
 
-def links(kind: str) -> AbstractContextManager[Link]:
+def make_links(kind: str) -> AbstractContextManager[Link]:
     """The links of that kind, for the block."""
-    return wired(EACH) if kind == NAMESPACES else _shared()
+    return lay_wire(EACH) if kind == NAMESPACES else _shared_links()
 
 
-class Comparison:
+class WireComparison:
     """The teams of a comparison, alive side by side, between nodes that ``link`` joins."""
 
     def __init__(self, options: argparse.Namespace, link: Link) -> None:
         self._options = options
         self._link = link
-        self._sizes = Demo.of(options)
+        self._sizes = DemoWorkload.of(options)
         self._teams: dict[str, Team] = {}
         self._sent: dict[str, dict[str, Any]] = {}
         self._missing: dict[str, str] = {}
@@ -94,7 +104,7 @@ class Comparison:
         self._checked = f"losses of {len(wanted)} steps beside plain torch's: {', '.join(f'{x:.4f}' for x in wanted)}"
         for name in self._options.plans:
             self._join(f"npuzero {name}", self._team(name), stack, wanted)
-        for name in self._options.peers if isinstance(self._link, Wired) else ():
+        for name in self._options.peers if isinstance(self._link, WiredNodes) else ():
             try:
                 DEEPSPEED.ensure(self._options.pip)
                 self._join(name, self._team(name, str(DEEPSPEED.python), DEEPSPEED.variables), stack, wanted)
@@ -118,7 +128,7 @@ class Comparison:
         title = f"step between 2 nodes of {EACH} ranks, {precision}, {options.links}, {rate} Gbit/s"
         name = f"wires/{options.links}/{precision}/{rate}"
         benchmark = Benchmark(name, title, contenders, contenders[0].name, lambda: self._checked, parameters)
-        return run(benchmark, effort)
+        return run_benchmark(benchmark, effort)
 
     def _join(self, name: str, team: Team, stack: ExitStack, wanted: list[float]) -> None:
         print(f"starting {name}", file=sys.stderr, flush=True)
@@ -178,40 +188,40 @@ class Comparison:
         )
 
 
-def told(results: Sequence[Result]) -> str:
+def format_results(results: Sequence[Result]) -> str:
     """For people: seconds by rate, bytes beside them, the goals, and who is missing why."""
     last = results[-1]
-    rates = [_rate(result) for result in results]
+    rates = [_rate_name(result) for result in results]
     lines = []
     for name in last.seconds:
         medians = [f"{statistics.median(result.seconds[name]):.3f}" for result in results]
         sent = last.values[name]
         counted = [f"{sent[key] / 1e6:.1f}" if key in sent else "" for key in ("planned_bytes", "carried_bytes")]
         lines.append([name, *medians, *counted])
-    text = [table([last.title.rpartition(", ")[0], *rates, "MB planned", "carried"], lines), last.checked]
+    text = [format_table([last.title.rpartition(", ")[0], *rates, "MB planned", "carried"], lines), last.checked]
     for result in results:
         for other, goal in GOALS.items():
             own, against = "npuzero thin", f"npuzero {other}"
             if {own, against} <= result.seconds.keys():
                 fast = result.speedup(own, against)
-                wanted = f", goal {goal}" if _rate(result) == JUDGED else ""
-                text.append(f"thin beside {other} at {_rate(result)}: {fast.median:.2f} times as fast{wanted}")
+                wanted = f", goal {goal}" if _rate_name(result) == JUDGED else ""
+                text.append(f"thin beside {other} at {_rate_name(result)}: {fast.median:.2f} times as fast{wanted}")
     text += [f"{name} is missing: {reason}" for name, reason in last.parameters["missing"].items()]
     return "\n".join(text)
 
 
-def _rate(result: Result) -> str:
+def _rate_name(result: Result) -> str:
     return result.name.rpartition("/")[2]
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
 @contextmanager
-def _shared() -> Any:
+def _shared_links() -> Any:
     with TemporaryDirectory() as folder:
-        yield Shared(Path(folder) / "links", RANKS // EACH)
+        yield SharedLinks(Path(folder) / "links", RANKS // EACH)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from npuzero.comm import Communicator, Handle, World
-from npuzero.comm.board import Failure
+from npuzero.comm import AsyncHandle, Communicator, World
+from npuzero.comm.board import CommunicatorFailure
 from npuzero.device import HostLane
 from npuzero.plan import ring_bytes
 
@@ -40,7 +40,7 @@ VARIABLE = "WIRES_LINKS"
 Crossing = Mapping[tuple[int, int], float]
 
 
-def crossing(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
+def crossing_bytes(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
     """Return what crosses in a collective.
 
     Args:
@@ -61,7 +61,7 @@ def crossing(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
     return dict.fromkeys(zip(ring, [*ring[1:], ring[0]], strict=True), across)
 
 
-class Links:
+class NodeLinks:
     """Share the links among all ranks: a file that they map has the rate, and for each link its count and its clock.
 
     Args:
@@ -79,7 +79,7 @@ class Links:
         self._free_s, self._carried = state[1:].reshape(2, self.nodes, self.nodes)
 
     @classmethod
-    def make(cls, path: Path, nodes: int, clock: Callable[[], float] = time.monotonic) -> Links:
+    def make(cls, path: Path, nodes: int, clock: Callable[[], float] = time.monotonic) -> NodeLinks:
         """Make the file for so many nodes, with links that are not limited."""
         np.zeros(1 + 2 * nodes * nodes).tofile(path)
         links = cls(path, clock)
@@ -108,11 +108,11 @@ class Links:
         return float(self._carried.max())
 
 
-class Shared:
+class SharedLinks:
     """Links between the nodes of a benchmark's teams, whose ranks find them by ``variables``."""
 
     def __init__(self, path: Path, nodes: int) -> None:
-        self._links = Links.make(path, nodes)
+        self._links = NodeLinks.make(path, nodes)
         self.variables = {VARIABLE: str(path)}
         self.limit, self.carried = self._links.limit, self._links.carried
 
@@ -121,7 +121,7 @@ class Shared:
         return list(command)
 
 
-class Linked(Communicator):
+class LinkedCommunicator(Communicator):
     """Hold the handles of ``communicator`` back until what crosses has arrived.
 
     One rank tells the links, and all others when it has arrived, over ``clock``, which joins the same ranks. A send
@@ -131,7 +131,7 @@ class Linked(Communicator):
         nodes: where each member is.
     """
 
-    def __init__(self, communicator: Communicator, clock: Communicator, links: Links, nodes: Sequence[int]) -> None:
+    def __init__(self, communicator: Communicator, clock: Communicator, links: NodeLinks, nodes: Sequence[int]) -> None:
         super().__init__(communicator.ranks, communicator.rank, communicator.name, communicator.device)
         self.communicator = communicator
         self._clock = clock
@@ -146,7 +146,7 @@ class Linked(Communicator):
     def barrier(self) -> None:
         self._lane.run(self.communicator.barrier).wait()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self.communicator.fail(failure)
         self._clock.fail(failure)
 
@@ -156,28 +156,28 @@ class Linked(Communicator):
         for lane in (self._lane, *self._arrivals.values()):
             lane.close(timeout_s=1.0)
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
         return self._held("all_gather", whole, lambda: self.communicator._all_gather(whole, shard, tag))
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         return self._held(
             "reduce_scatter", whole, lambda: self.communicator._reduce_scatter(shard, whole, accumulate, tag)
         )
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         return self._held("all_reduce", buffer, lambda: self.communicator._all_reduce(buffer, tag))
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         return self._held("all_to_all", inp, lambda: self.communicator._all_to_all(out, inp, tag))
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
         return self._held("broadcast", buffer, lambda: self.communicator._broadcast(buffer, root, tag))
 
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         return self.communicator._send(buffer, to, tag)
 
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
-        across = crossing("send", (self._nodes[from_], self._nodes[self.rank]), buffer.nbytes)
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
+        across = crossing_bytes("send", (self._nodes[from_], self._nodes[self.rank]), buffer.nbytes)
         received = self.communicator._recv(buffer, from_, tag)  # now: the sender waits for it alone
 
         def step() -> None:
@@ -186,8 +186,8 @@ class Linked(Communicator):
 
         return self._arrivals.setdefault(from_, HostLane(f"{self.name} from {from_}")).run(step)
 
-    def _held(self, verb: str, whole: torch.Tensor, start: Callable[[], Handle]) -> Handle:
-        across = crossing(verb, self._nodes, whole.nbytes)
+    def _held(self, verb: str, whole: torch.Tensor, start: Callable[[], AsyncHandle]) -> AsyncHandle:
+        across = crossing_bytes(verb, self._nodes, whole.nbytes)
         arrived_s = torch.empty(1, dtype=torch.float64)
 
         def step() -> None:
@@ -209,16 +209,16 @@ class LinkedWorld(World):
     Ranks of a node are ``local`` to each other, so that meshes have them as one; their groups are the world's own.
     """
 
-    def __init__(self, world: World, links: Links) -> None:
+    def __init__(self, world: World, links: NodeLinks) -> None:
         self._each = world.size // links.nodes
         begin = world.rank // self._each * self._each
         super().__init__(world.rank, world.size, world.device, range(begin, begin + self._each), world.timeout_s)
         self.board = world.board
         self._of = world
         self._links = links
-        self._made: list[Linked] = []
+        self._made: list[LinkedCommunicator] = []
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self._of.fail(failure)
 
     def close(self) -> None:
@@ -235,5 +235,5 @@ class LinkedWorld(World):
         nodes = [rank // self._each for rank in ranks]
         if len(set(nodes)) == 1:
             return inner
-        self._made.append(Linked(inner, self._of.communicator(ranks, f"{name}@clock"), self._links, nodes))
+        self._made.append(LinkedCommunicator(inner, self._of.communicator(ranks, f"{name}@clock"), self._links, nodes))
         return self._made[-1]

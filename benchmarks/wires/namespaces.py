@@ -20,8 +20,8 @@ _NODES = 2
 _NUMBERS = itertools.count()
 
 
-class Wired:
-    """Two nodes, and the wire between them; made by :func:`wired`.
+class WiredNodes:
+    """Two nodes, and the wire between them; made by :func:`lay_wire`.
 
     Args:
         each: ranks on a node.
@@ -42,35 +42,35 @@ class Wired:
     def lay(self) -> None:
         """Make the namespaces and the wire, not limited yet; raises BenchmarkError where that is not allowed."""
         for name in self.names:
-            _run("ip", "netns", "add", name)
+            _run_ip("ip", "netns", "add", name)
         here, there = self.names
-        _run("ip", "-n", here, "link", "add", WIRE, "type", "veth", "peer", "name", WIRE, "netns", there)
+        _run_ip("ip", "-n", here, "link", "add", WIRE, "type", "veth", "peer", "name", WIRE, "netns", there)
         for name, address in zip(self.names, self.addresses, strict=True):
-            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", WIRE)
+            _run_ip("ip", "-n", name, "address", "add", f"{address}/24", "dev", WIRE)
             for interface in ("lo", WIRE):
-                _run("ip", "-n", name, "link", "set", interface, "up")
-            _run("ip", "netns", "exec", name, "true")  # it mounts /sys anew, which is refused in some containers
+                _run_ip("ip", "-n", name, "link", "set", interface, "up")
+            _run_ip("ip", "netns", "exec", name, "true")  # it mounts /sys anew, which is refused in some containers
 
     def remove(self) -> None:
         """Remove them, as far as they are there; the wire goes with its ends."""
         for name in self.names:
             with suppress(BenchmarkError):
-                _run("ip", "netns", "delete", name)
+                _run_ip("ip", "netns", "delete", name)
 
     def limit(self, gbit_per_s: float | None) -> None:
         """Have the wire carry so much a second each way from now on; None: what the machine can."""
         for name in self.names:
             with suppress(BenchmarkError):  # there may be none
-                _run("tc", "-n", name, "qdisc", "delete", "dev", WIRE, "root")
+                _run_ip("tc", "-n", name, "qdisc", "delete", "dev", WIRE, "root")
             if gbit_per_s is not None:
                 bits = round(gbit_per_s * 1e9)
                 burst = max(2**17, bits // 8000)  # a millisecond's bytes, and a packet of offloaded segments at least
                 bucket = ("rate", f"{bits}bit", "burst", f"{burst}b", "latency", "50ms")
-                _run("tc", "-n", name, "qdisc", "add", "dev", WIRE, "root", "tbf", *bucket)
+                _run_ip("tc", "-n", name, "qdisc", "add", "dev", WIRE, "root", "tbf", *bucket)
 
     def carried(self) -> float:
         """Return how many bytes the interface of the node has sent that has sent the most, headers included."""
-        told = [json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", WIRE)) for name in self.names]
+        told = [json.loads(_run_ip("ip", "-n", name, "-s", "-j", "link", "show", WIRE)) for name in self.names]
         return float(max(interface["stats64"]["tx"]["bytes"] for (interface,) in told))
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -80,13 +80,13 @@ class Wired:
 
 
 @contextmanager
-def wired(each: int) -> Iterator[Wired]:
+def lay_wire(each: int) -> Iterator[WiredNodes]:
     """Lay a wire for the block between nodes of ``each`` ranks.
 
     Raises:
         BenchmarkError: this machine does not allow it; the error says why.
     """
-    wire = Wired(each)
+    wire = WiredNodes(each)
     try:
         wire.lay()
         yield wire
@@ -94,7 +94,7 @@ def wired(each: int) -> Iterator[Wired]:
         wire.remove()
 
 
-def _run(*command: str) -> str:
+def _run_ip(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from matplotlib.ticker import NullLocator
 
-from benchmarks.contenders import measured_on
+from benchmarks.contenders import describe_records
 from benchmarks.plot import Axes, Figure, Line2D, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import CURVES, FAINT, OTHER, STYLE, caption
+from npuzero.cli.palette import CURVES, FAINT, OTHER, STYLE, add_caption
 
 OWN, BESIDE = "npuzero thin", "npuzero hpz"
 #: Where a link without a limit is drawn, in Gbit/s.
@@ -26,33 +26,33 @@ _PANELS = {
 }
 
 
-def plot(results: Sequence[Result], path: Path, source: str = "") -> None:
+def plot_wires(results: Sequence[Result], path: Path, source: str = "") -> None:
     """Draw the picture of ``results`` into the file ``path``."""
     with plt.rc_context(STYLE):
-        figure = draw(results, source)
+        figure = draw_wires(results, source)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def draw(results: Sequence[Result], source: str = "") -> Figure:
+def draw_wires(results: Sequence[Result], source: str = "") -> Figure:
     """Return the picture: a panel for each kind of links, a line for each contender."""
     kinds = [kind for kind in _PANELS if any(result.parameters["links"] == kind for result in results)]
     figure, panels = plt.subplots(
         1, len(kinds), figsize=(6.2 * len(kinds), 5), sharey=True, squeeze=False, layout="constrained"
     )
     names = list(dict.fromkeys(name for result in results for name in result.seconds))
-    looks = _looks(names)
+    looks = _line_styles(names)
     for kind, axes in zip(kinds, panels[0], strict=True):
-        _panel(axes, kind, [result for result in results if result.parameters["links"] == kind], looks)
+        _draw_wire_panel(axes, kind, [result for result in results if result.parameters["links"] == kind], looks)
     panels[0, 0].set_ylabel("seconds of a step, log scale · lower is better")
     handles = [Line2D([], [], **looks[name], label=name) for name in names]
     sizes = results[0].parameters
     subject = f"The demo's GPT, {sizes['precision']}, two nodes of two ranks; medians of rounds."
-    caption(figure, finding(results), subject, source, handles)
+    add_caption(figure, summarize_wires(results), subject, source, handles)
     return figure
 
 
-def finding(results: Sequence[Result]) -> str:
+def summarize_wires(results: Sequence[Result]) -> str:
     """Return what the picture shows, in a line: thin beside hpz at 1 Gbit/s, where both were measured."""
     for result in results:
         if result.parameters["gbit_per_s"] == 1 and {OWN, BESIDE} <= result.seconds.keys():
@@ -61,16 +61,16 @@ def finding(results: Sequence[Result]) -> str:
     return "Steps over a slow link"
 
 
-def points(results: Sequence[Result], name: str) -> list[tuple[float, float]]:
+def rate_points(results: Sequence[Result], name: str) -> list[tuple[float, float]]:
     """Return the rates in Gbit/s at which ``name`` was measured, ascending, and its median seconds."""
     there = [result for result in results if name in result.seconds]
     found = [(result.parameters["gbit_per_s"] or _BEYOND, statistics.median(result.seconds[name])) for result in there]
     return sorted(found)
 
 
-def _panel(axes: Axes, kind: str, results: Sequence[Result], looks: Mapping[str, dict[str, object]]) -> None:
+def _draw_wire_panel(axes: Axes, kind: str, results: Sequence[Result], looks: Mapping[str, dict[str, object]]) -> None:
     for name, look in looks.items():
-        if found := points(results, name):
+        if found := rate_points(results, name):
             axes.plot(*zip(*found, strict=True), marker="o", markersize=5, **look)
     axes.set(xscale="log", yscale="log", title=_PANELS[kind], xlabel="Gbit/s of the link, each way, log scale")
     rates = sorted({result.parameters["gbit_per_s"] or _BEYOND for result in results})
@@ -81,7 +81,7 @@ def _panel(axes: Axes, kind: str, results: Sequence[Result], looks: Mapping[str,
     axes.grid(axis="both")
 
 
-def _looks(names: Sequence[str]) -> dict[str, dict[str, object]]:
+def _line_styles(names: Sequence[str]) -> dict[str, dict[str, object]]:
     """A colour and dashes for each: npuzero's plans have the palette's curves, others are grey."""
     curves, greys = iter(CURVES), iter(((OTHER, "-"), (FAINT, (0, (3, 1))), (FAINT, (0, (1.4, 0.9)))))
     found = {}
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     records = [Record.read(path) for path in options.records]
     results = [result for record in records for result in record.results]
-    plot(results, options.out, measured_on(records, {result.name for result in results}))
+    plot_wires(results, options.out, describe_records(records, {result.name for result in results}))
 
 
 if __name__ == "__main__":

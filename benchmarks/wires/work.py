@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.contenders import deepspeed
+from benchmarks.peers.contenders import deepspeed_zero
 from benchmarks.step import work
-from benchmarks.step.contenders import Build, Steps, alone
-from benchmarks.step.workload import MAX_NORM, Workload
+from benchmarks.step.contenders import Build, TrainSteps, independent_ranks
+from benchmarks.step.workload import MAX_NORM, GPTWorkload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 
@@ -31,7 +31,7 @@ PLANS = ("zero3", "hpz", "zero++", "thin")
 
 
 @dataclass(frozen=True)
-class Demo(Workload):
+class DemoWorkload(GPTWorkload):
     """Sizes of the demo's GPT and of a step; with these it has 25.4 M parameters, and little to compute."""
 
     sequence: int = 16
@@ -43,16 +43,16 @@ class Demo(Workload):
         return GPT(GPTConfig(self.dim, self.layers, self.heads, self.vocabulary))
 
 
-def plan(preset: str) -> Build:
+def npuzero_on_nodes(preset: str) -> Build:
     """npuzero under a preset in which nodes differ from what is on them."""
     import npuzero
-    from benchmarks.wires.links import VARIABLE, LinkedWorld, Links
+    from benchmarks.wires.links import VARIABLE, LinkedWorld, NodeLinks
 
-    def build(model: nn.Module, workload: Workload) -> Steps:
+    def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         shared = os.environ.get(VARIABLE)
         world = npuzero.init("cpu", backend="shm" if shared else "gloo")
         if shared:
-            world = LinkedWorld(world, Links(Path(shared)))
+            world = LinkedWorld(world, NodeLinks(Path(shared)))
         placed = npuzero.Plan.preset(preset, precision=workload.precision, local_size=EACH)
         npuzero.zero(model, plan=placed, world=world)
         optimizer = npuzero.AdamW(model.parameters(), **workload.hyper)
@@ -62,7 +62,7 @@ def plan(preset: str) -> Build:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Steps(model, update)
+        return TrainSteps(model, update)
 
     return build
 
@@ -73,13 +73,13 @@ _HPZ = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance"
 _ZEROPP = {**_HPZ, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 PEERS = ("deepspeed-3", "deepspeed-hpz", "deepspeed-zero++")
 CONTENDERS: dict[str, Callable[[], Build]] = {
-    "plain": alone,
-    **{preset: partial(plan, preset) for preset in PLANS},
-    **{name: partial(deepspeed, zero) for name, zero in zip(PEERS, ({"stage": 3}, _HPZ, _ZEROPP), strict=True)},
+    "plain": independent_ranks,
+    **{preset: partial(npuzero_on_nodes, preset) for preset in PLANS},
+    **{name: partial(deepspeed_zero, zero) for name, zero in zip(PEERS, ({"stage": 3}, _HPZ, _ZEROPP), strict=True)},
 }
 
 
-class Rank(work.Rank):
+class WireRank(work.StepRank):
     """A rank that says what its plan sends from node to node."""
 
     def crossed(self) -> int:
@@ -89,7 +89,7 @@ class Rank(work.Rank):
         return sum(npuzero.report(self.steps.model).sent_along["node"].values())
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+def make(rank: int, size: int, options: dict[str, Any]) -> WireRank:
     """The rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return Rank(rank, options, Demo)
+    return WireRank(rank, options, DemoWorkload)

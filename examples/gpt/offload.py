@@ -30,7 +30,7 @@ from typing import Any
 from demo import TRAIN, Result
 from plot import draw_offload, plot
 
-from npuzero.bench.group import group
+from npuzero.bench.group import open_control_group
 
 MODEL = ("--dim", "768", "--layers", "12", "--heads", "12", "--steps", "40", "--batch", "2", "--seq", "64")
 #: Of the states' bytes, so many may be in memory at once: what is read, updated and written.
@@ -93,7 +93,7 @@ def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int |
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks))}
     variables = {**threads, **os.environ, "NPUZERO_NVME_PATHS": str(options.disk)}
     watched = Watched()
-    with group(cap) if cap is not None else contextlib.nullcontext() as capped:
+    with open_control_group(cap) if cap is not None else contextlib.nullcontext() as capped:
         watched.by_kernel = capped is not None
         if capped is not None:
             command = capped.command(command)

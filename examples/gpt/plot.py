@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from npuzero.cli.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, caption
+from npuzero.cli.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, add_caption
 
 LABELS = {"zero0": "stage 0", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
 ENLARGED_STEPS = 25
@@ -93,7 +93,7 @@ def draw(summary: Mapping[str, Any]) -> Figure:
     draw_memory(right, stages)
     size = f"{first['parameters']:,} parameters on {summary['ranks']} ranks, {first['options']['precision']}"
     why = "Stages say which rank holds what, and change no number." if difference == 0 else ""
-    caption(figure, finding(stages), f"A GPT of {size}. {why}", "Measured and predicted by examples/gpt/demo.py.")
+    add_caption(figure, finding(stages), f"A GPT of {size}. {why}", "Measured and predicted by examples/gpt/demo.py.")
     return figure
 
 
@@ -118,7 +118,7 @@ def draw_offload(summary: Mapping[str, Any]) -> Figure:
         finding += ": the same losses"
     result = next(iter(runs.values()))["result"]
     size = f"{result['parameters']:,} parameters on {result['ranks']} ranks, {result['options']['precision']}"
-    caption(figure, finding, f"A GPT of {size}, stage 3.", "Measured by examples/gpt/offload.py.")
+    add_caption(figure, finding, f"A GPT of {size}, stage 3.", "Measured by examples/gpt/offload.py.")
     return figure
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from npuzero.arguments import as_number, describe
+from npuzero.arguments import as_number, describe_value
 from npuzero.errors import StateError
-from npuzero.shard.clipping import clip_norm, clip_values, skip_nonfinite
-from npuzero.shard.find_engine import engine_behind, given_to
+from npuzero.shard.clipping import clip_gradient_norm, clip_gradient_values, skip_nonfinite
+from npuzero.shard.find_engine import engine_behind, find_gradient_targets
 
 
 def clip_grad_norm_(
@@ -47,9 +47,9 @@ def clip_grad_norm_(
         norm = npuzero.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    most = _positive("clip_grad_norm_: max_norm", max_norm)
-    kind = _positive("clip_grad_norm_: norm_type", norm_type)
-    return clip_norm(given_to("clip_grad_norm_", model), most, kind, error_if_nonfinite)
+    most = _check_positive_number("clip_grad_norm_: max_norm", max_norm)
+    kind = _check_positive_number("clip_grad_norm_: norm_type", norm_type)
+    return clip_gradient_norm(find_gradient_targets("clip_grad_norm_", model), most, kind, error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
@@ -72,8 +72,8 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         npuzero.clip_grad_value_(model, 0.5)
         optimizer.step()
     """
-    most = _positive("clip_grad_value_: clip_value", clip_value)
-    clip_values(given_to("clip_grad_value_", model), most)
+    most = _check_positive_number("clip_grad_value_: clip_value", clip_value)
+    clip_gradient_values(find_gradient_targets("clip_grad_value_", model), most)
 
 
 def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
@@ -103,7 +103,7 @@ def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
         npuzero.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    return skip_nonfinite(given_to("skip_nonfinite_", model, plain=False))
+    return skip_nonfinite(find_gradient_targets("skip_nonfinite_", model, plain=False))
 
 
 def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0) -> dict[str, float]:
@@ -131,8 +131,8 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
         for name, norm in npuzero.grad_norms(model).items():
             print(f"{name}: {norm:.3g}")
     """
-    kind = _positive("grad_norms: norm_type", norm_type)
-    ((engine, parameters),) = given_to("grad_norms", model, plain=False, models=1).engines.items()
+    kind = _check_positive_number("grad_norms: norm_type", norm_type)
+    ((engine, parameters),) = find_gradient_targets("grad_norms", model, plain=False, models=1).engines.items()
     return engine.gradients.norms(kind, parameters)
 
 
@@ -163,12 +163,12 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
         raise StateError(
             "npuzero.full_gradient",
             expected="a parameter that trains, of a model made by npuzero.zero()",
-            got="a frozen one" if engine is not None else describe(parameter),
+            got="a frozen one" if engine is not None else describe_value(parameter),
             do="Pass e.g. model.head.weight; the gradient of a plain parameter is in its .grad.",
         )
     return engine.gradients.full(*place)
 
 
-def _positive(what: str, value: object) -> float:
+def _check_positive_number(what: str, value: object) -> float:
     do = "Give e.g. 1.0, after the model."
     return as_number(what, value, "a positive number", do, holds=lambda number: number > 0)

@@ -11,30 +11,30 @@ import torch
 from torch import nn
 
 from npuzero import comm
-from npuzero.checkpoint.weights import Weights, stored
+from npuzero.checkpoint.weights import Weights, parse_weights
 from npuzero.comm import Mesh, World
-from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
-from npuzero.errors import ConfigError, did_you_mean, keywords
-from npuzero.parallel.mesh import ranks_of
+from npuzero.config import SETTING_KEYWORDS, Environment, SettingRule, Settings, describe_value, public_name
+from npuzero.errors import ConfigError, did_you_mean, refuse_unknown_keywords
+from npuzero.parallel.mesh import find_training_ranks
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard import build
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
-from npuzero.shard.find_engine import engine_of, not_cut, owners
-from npuzero.shard.origin import Origin
-from npuzero.shard.plans import Plans
-from npuzero.shard.state_dict import attach
+from npuzero.shard.find_engine import engine_of, not_sharded_error, split_by_engine
+from npuzero.shard.origin import InitialValues
+from npuzero.shard.plans import UnitPlans
+from npuzero.shard.state_dict import attach_engine
 
 PlanLike = Plan | str | int | float
 #: A model stays what it is to a type checker, too.
 Model = TypeVar("Model", bound=nn.Module)
 
-_TIMEOUT: Rule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
+_TIMEOUT: SettingRule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
 
 
-@keywords()
+@refuse_unknown_keywords()
 def init(
     device: str | torch.device | None = None, *, timeout_s: float | None = None, backend: str | None = None
 ) -> World:
@@ -64,7 +64,7 @@ def init(
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
-@keywords(preset="plan", strategy="plan", dtype="precision", **SETTING_KEYWORDS)
+@refuse_unknown_keywords(preset="plan", strategy="plan", dtype="precision", **SETTING_KEYWORDS)
 def zero(  # noqa: PLR0913 - all there is to choose, by name
     model: Model,
     stage: int | float | None = None,
@@ -131,20 +131,20 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
     settings = checked_settings(settings)
     if buffers is not None:
-        Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
+        SettingRule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
             "npuzero.zero(): buffers", buffers
         )
     with contextlib.ExitStack() as files:
-        values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
-        origin = Origin(values, initialize)
-        plans = Plans.named(chosen_plan(stage, plan, precision, local_size), unit_plans, offload)
-        ranks = ranks_of(model, world, mesh) or comm.current_world()
+        values = None if weights is None else files.enter_context(contextlib.closing(parse_weights(weights)))
+        origin = InitialValues(values, initialize)
+        plans = UnitPlans.named(chosen_plan(stage, plan, precision, local_size), unit_plans, offload)
+        ranks = find_training_ranks(model, world, mesh) or comm.current_world()
         engine = Engine(model, plans, ranks, settings, units, origin, buffers)
-    attach(engine, model)
+    attach_engine(engine, model)
     return model
 
 
-@keywords(preset="plan", stage="plan", dtype="precision", world_size="world")
+@refuse_unknown_keywords(preset="plan", stage="plan", dtype="precision", world_size="world")
 def predict(  # noqa: PLR0913 - the facts of a step, a name each
     model: nn.Module,
     plan: PlanLike,
@@ -192,8 +192,8 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         units, parts, acts = model.unit_rule, model.parts, model.acts
     chosen = chosen_plan(None, plan, precision, local_size)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments, "acts": acts}
-    plans = Plans.named(chosen, unit_plans, offload)
-    foreseen = build.predict(model, plans, world, units, checked_settings(settings), parts, **facts)
+    plans = UnitPlans.named(chosen, unit_plans, offload)
+    foreseen = build.predict_model(model, plans, world, units, checked_settings(settings), parts, **facts)
     return model.with_sends(foreseen, activation_bytes) if isinstance(model, Pipeline) else foreseen
 
 
@@ -258,15 +258,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         encoder.encode(x).sum().backward()
     """
     _check_kind("npuzero.register_forward_method()", module, nn.Module, "Pass the module that has the method.")
-    engines, _ = owners(module.parameters())
+    engines, _ = split_by_engine(module.parameters())
     if not engines:
-        raise not_cut(module)
+        raise not_sharded_error(module)
     method = getattr(type(module), name, None) if isinstance(name, str) else None
     if not callable(method):
         raise ConfigError(
             "npuzero.register_forward_method()",
             expected=f"the name of a method of {type(module).__name__}",
-            got=describe(name),
+            got=describe_value(name),
             do=did_you_mean(name, dir(type(module)), "Name a method that its class defines, e.g. 'encode'."),
         )
     for engine in engines:
@@ -330,7 +330,7 @@ def checked_settings(settings: Settings | None) -> Settings:
 
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(subject, expected=f"a {public_name(kind)}", got=describe(value), do=do)
+        raise ConfigError(subject, expected=f"a {public_name(kind)}", got=describe_value(value), do=do)
 
 
 def apply_pending(model: nn.Module) -> None:

@@ -11,18 +11,20 @@ from npuzero.api.model import PlanLike, checked_settings, chosen_plan, zero
 from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
-from npuzero.errors import keywords
-from npuzero.parallel.kept import kept_between
+from npuzero.errors import refuse_unknown_keywords
+from npuzero.parallel.kept import choose_between_plan
 from npuzero.parallel.mesh import check_pipeline
-from npuzero.parallel.pipeline import Loss, Pipeline, agreed
+from npuzero.parallel.pipeline import Loss, Pipeline, agree_on_schedule
 from npuzero.parallel.schedule import schedule as table_of
-from npuzero.parallel.stages import divide
+from npuzero.parallel.stages import divide_into_stages
 from npuzero.parallel.tensor import repeats_activations
 from npuzero.plan import PIPE, TENSOR, Plan, PrecisionLike
-from npuzero.shard.plans import Plans
+from npuzero.shard.plans import UnitPlans
 
 
-@keywords(preset="plan", dtype="precision", num_chunks="chunks", num_microbatches="micro_batches", loss="loss_fn")
+@refuse_unknown_keywords(
+    preset="plan", dtype="precision", num_chunks="chunks", num_microbatches="micro_batches", loss="loss_fn"
+)
 def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     model: nn.Module,
     mesh: Mesh,
@@ -83,16 +85,19 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     ranks = mesh.size((PIPE,))
     sharers = mesh.size((TENSOR,)) if repeats_activations(model) else 1
     given = {"micro_batches": repr(micro_batches), "schedule": repr(schedule), "chunks": repr(chunks)}
-    table, division = agreed(
+    table, division = agree_on_schedule(
         mesh,
         given,
-        lambda: (table_of(schedule, ranks, micro_batches, chunks), divide(model, ranks, chunks, split, blocks)),
+        lambda: (
+            table_of(schedule, ranks, micro_batches, chunks),
+            divide_into_stages(model, ranks, chunks, split, blocks),
+        ),
     )
     pipe = division.take(range(mesh.index((PIPE,)), table.stages, ranks), Pipeline)
     pipe.follow(table, sharers)
     own = chosen_plan(stage, plan, precision, local_size)
     if table.name == "zero-bubble" or not isinstance(plan, Plan):
-        own = kept_between(own, pipe, mesh, settings, Plans.named(own, unit_plans, offload))
+        own = choose_between_plan(own, pipe, mesh, settings, UnitPlans.named(own, unit_plans, offload))
     zero(
         pipe,
         plan=own,

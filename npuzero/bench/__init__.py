@@ -5,9 +5,18 @@ How to read the figures, and how to add one: docs/benchmarks.md.
 
 from __future__ import annotations
 
-from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
-from npuzero.bench.machine import fingerprint
-from npuzero.bench.record import SCHEMA, Record, typed
+from npuzero.bench.harness import (
+    Benchmark,
+    Contender,
+    Effort,
+    Result,
+    check_close,
+    check_equal,
+    local_contender,
+    run_benchmark,
+)
+from npuzero.bench.machine import machine_fingerprint
+from npuzero.bench.record import SCHEMA, Record, format_command
 from npuzero.bench.spread import Summary, median, per_round, summarize
 from npuzero.bench.team import Team, python_worker
 
@@ -22,12 +31,12 @@ __all__ = [
     "Team",
     "check_close",
     "check_equal",
-    "fingerprint",
-    "local",
+    "format_command",
+    "local_contender",
+    "machine_fingerprint",
     "median",
     "per_round",
     "python_worker",
-    "run",
+    "run_benchmark",
     "summarize",
-    "typed",
 ]

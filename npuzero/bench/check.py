@@ -17,13 +17,13 @@ from torch import Tensor
 
 from npuzero import _native, ops
 from npuzero import device as devices
-from npuzero.bench.check_cases import FLOATS, Case, cases, short, values
+from npuzero.bench.check_cases import FLOATS, Case, check_cases, make_values, short_dtype_name
 from npuzero.bench.spread import median
 from npuzero.bench.team import Team, python_worker
 from npuzero.comm import process_world
 from npuzero.errors import NpuZeroError
 from npuzero.ops import storage
-from npuzero.ops.flat_adam import Segment
+from npuzero.ops.flat_adam import AdamSegment
 from npuzero.plan import MOMENT_BLOCK, ring_bytes
 
 QUICK_SIZES = (0, 1, 17, 4099)
@@ -39,7 +39,7 @@ _TOLD = 5  # of what is wrong, by check
 
 
 @dataclass
-class Finding:
+class CheckFinding:
     """Record one check: how many cases, and what was wrong in the first few of those that were."""
 
     name: str
@@ -55,7 +55,7 @@ class Finding:
             self.first += [problem] * (len(self.first) < _TOLD)
 
 
-class _Buffers:
+class _GuardedBuffers:
     """Make tensors on the device, each between guards and `offset` elements after an aligned address."""
 
     def __init__(self, device: torch.device, offset: int) -> None:
@@ -83,19 +83,19 @@ class _Buffers:
         return False
 
 
-def check_ops(device: torch.device, quick: bool = False) -> Iterator[Finding]:
+def check_ops(device: torch.device, quick: bool = False) -> Iterator[CheckFinding]:
     """Check every op, size, start offset and dtype on `device` against the reference on the host."""
-    for name, case, sizes in cases(QUICK_SIZES if quick else SIZES):
-        finding = Finding(name)
+    for name, case, sizes in check_cases(QUICK_SIZES if quick else SIZES):
+        finding = CheckFinding(name)
         for numel in sizes:
             for offset in OFFSETS:
-                finding.count(_compare(case, device, numel, offset))
+                finding.count(_compare_case(case, device, numel, offset))
         yield finding
 
 
-def _compare(case: Case, device: torch.device, numel: int, offset: int) -> str | None:
+def _compare_case(case: Case, device: torch.device, numel: int, offset: int) -> str | None:
     where = f"{numel} elements from offset {offset}"
-    buffers = _Buffers(device, offset)
+    buffers = _GuardedBuffers(device, offset)
     backend = _native.backend()
     try:
         _native.use_backend("native")
@@ -108,11 +108,11 @@ def _compare(case: Case, device: torch.device, numel: int, offset: int) -> str |
         return f"{where}: {type(error).__name__}: {error}"
     finally:
         _native.use_backend(backend)
-    differences = filter(None, map(_differ, found, expected))
+    differences = filter(None, map(_find_bit_difference, found, expected))
     return next((f"{where}: {difference}" for difference in differences), None)
 
 
-def _differ(found: Tensor, expected: Tensor) -> str | None:
+def _find_bit_difference(found: Tensor, expected: Tensor) -> str | None:
     """Return the first difference in bits; one NaN is as good as another."""
     pattern = _PATTERN[found.element_size()]
     same = (found.view(pattern) == expected.view(pattern)) | (found.isnan() & expected.isnan())
@@ -122,7 +122,7 @@ def _differ(found: Tensor, expected: Tensor) -> str | None:
     return f"{int((~same).sum())} differ, first [{i}]: {found[i].item()!r} instead of {expected[i].item()!r}"
 
 
-def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[list[Finding], dict[str, float]]:
+def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[list[CheckFinding], dict[str, float]]:
     """Check every collective between `ranks` processes of this host; return their bandwidths, GB/s that a rank sends.
 
     Raises:
@@ -130,7 +130,7 @@ def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[lis
     """
     with Team("check", python_worker(__name__), ranks, options={"device": device}) as team:
         answers = team.ask("verbs", quick=quick)
-        findings = [Finding(**entry) for entry in answers[0]]
+        findings = [CheckFinding(**entry) for entry in answers[0]]
         for other in answers[1:]:
             for finding, entry in zip(findings, other, strict=True):
                 finding.wrong += entry["wrong"]
@@ -138,12 +138,12 @@ def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[lis
         return findings, team.ask("bandwidths", quick=quick)[0]
 
 
-def make(rank: int, size: int, options: Mapping[str, Any]) -> Ranks:
+def make(rank: int, size: int, options: Mapping[str, Any]) -> CollectiveCheckRank:
     """Make the work for worker.py."""
-    return Ranks(options["device"])
+    return CollectiveCheckRank(options["device"])
 
 
-class Ranks:
+class CollectiveCheckRank:
     """Be one rank of ``check_collectives``."""
 
     def __init__(self, device: str) -> None:
@@ -157,7 +157,7 @@ class Ranks:
             for verb in ("all_gather", "all_to_all", "broadcast", "all_reduce", "reduce_scatter"):
                 if verb == "reduce_scatter" and dtype not in FLOATS:
                     continue
-                finding = Finding(f"{verb} {short(dtype)}")
+                finding = CheckFinding(f"{verb} {short_dtype_name(dtype)}")
                 for numel in (1, 513, 70_001)[: 2 if quick else 3]:
                     finding.count(self._wrong(verb, dtype, numel))
                 findings.append(vars(finding))
@@ -172,7 +172,9 @@ class Ranks:
             "reduce_scatter": lambda: self.group.reduce_scatter(shard, whole).wait(),
             "all_reduce": lambda: self.group.all_reduce(whole).wait(),
         }
-        seconds = {verb: _seconds(call, self.world.device, 3 if quick else 7) for verb, call in calls.items()}
+        seconds = {
+            verb: _measure_median_seconds(call, self.world.device, 3 if quick else 7) for verb, call in calls.items()
+        }
         return {verb: ring_bytes(verb, whole.nbytes, size) / time_s / 1e9 for verb, time_s in seconds.items()}
 
     def close(self) -> None:
@@ -181,7 +183,7 @@ class Ranks:
 
     def _brings(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point:
-            return values(numel, torch.float32, 100 + rank, specials=False).to(dtype)
+            return make_values(numel, torch.float32, 100 + rank, specials=False).to(dtype)
         return torch.randint(0, 50, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
     def _wrong(self, verb: str, dtype: torch.dtype, numel: int) -> str | None:
@@ -202,11 +204,11 @@ class Ranks:
             result, expected = mine, wholes[-1]
         elif verb == "all_reduce":
             self.group.all_reduce(mine).wait()
-            result, expected = mine, _sum(wholes)
+            result, expected = mine, _sum_parts(wholes)
         else:
             result = shard
             self.group.reduce_scatter(shard, mine).wait()
-            expected = _sum([whole[own] for whole in wholes])
+            expected = _sum_parts([whole[own] for whole in wholes])
         exact = not dtype.is_floating_point or verb in ("all_gather", "all_to_all", "broadcast")
         parts = [whole[own] if verb == "reduce_scatter" else whole for whole in wholes]
         bound = 0.0 if exact else size * torch.finfo(dtype).eps * torch.stack(parts).double().abs().sum(0)
@@ -216,13 +218,13 @@ class Ranks:
         return f"{numel} elements on rank {rank}: differs by up to {float(difference.max()):.3g}"
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def _sum_parts(parts: Sequence[Tensor]) -> Tensor:
     dtype = parts[0].dtype
     wide = torch.float64 if dtype.is_floating_point else dtype
     return torch.stack([part.to(wide) for part in parts]).sum(0).to(dtype)
 
 
-def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str, Callable[[], float]]]:
+def bandwidth_probes(device: torch.device, quick: bool = False) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield the names of copies and ops on large buffers, and what measures each: GB/s, of bytes read and written."""
     n = 1 << 16 if quick else 1 << 26
     repeats = 3 if quick else 9
@@ -231,7 +233,7 @@ def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str,
         grad, low = torch.ones(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
         remainder, out = torch.zeros(n, dtype=torch.int16), torch.zeros(2, dtype=torch.float64)
         codes = [torch.zeros(storage.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
-    segment = Segment(0, n, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, decoupled=True, maximize=False, amsgrad=False)
+    segment = AdamSegment(0, n, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, decoupled=True, maximize=False, amsgrad=False)
     host = torch.ones(n) if device.type == "cpu" else torch.ones(n).pin_memory()
     calls: dict[str, tuple[Callable[[], Any], float]] = {
         COPY: (lambda: y.copy_(x), 8),
@@ -254,14 +256,14 @@ def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str,
         calls[there] = (lambda: x.copy_(host, non_blocking=True), 4)
         calls[back] = (lambda: host.copy_(x, non_blocking=True), 4)
     for name, (call, nbytes) in calls.items():
-        yield name, partial(_speed, call, nbytes * n, device, repeats)
+        yield name, partial(_measure_gb_per_s, call, nbytes * n, device, repeats)
 
 
-def _speed(call: Callable[[], Any], nbytes: float, device: torch.device, repeats: int) -> float:
-    return nbytes / _seconds(call, device, repeats) / 1e9
+def _measure_gb_per_s(call: Callable[[], Any], nbytes: float, device: torch.device, repeats: int) -> float:
+    return nbytes / _measure_median_seconds(call, device, repeats) / 1e9
 
 
-def _seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def _measure_median_seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
     found = devices.get(device)
     times = []
     for _ in range(repeats + 2):

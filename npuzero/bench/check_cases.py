@@ -34,12 +34,12 @@ _BITS = {2: torch.int16, 4: torch.int32}
 _SEVERAL_CORES = 2**18 + 17  # elements that an npu's norm spreads over more than one
 
 
-def short(dtype: torch.dtype) -> str:
+def short_dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's short name: ``f32``, ``bf16``, ``f16``; others as torch calls them."""
     return {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, str(dtype)[6:])
 
 
-def values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:
+def make_values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:
     """Make values over many magnitudes; with `specials` every seventh is zero, denormal, largest, infinite, NaN or a
     tie.
     """
@@ -54,115 +54,130 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = Tr
     return x
 
 
-def cases(sizes: Sequence[int]) -> Iterator[tuple[str, Case, Sequence[int]]]:
+def check_cases(sizes: Sequence[int]) -> Iterator[tuple[str, Case, Sequence[int]]]:
     """Yield everything that is compared: name, case, and for which sizes; those given, unless the case needs others."""
-    for name, case in itertools.chain(_grid(), _probes()):
+    for name, case in itertools.chain(_grid_cases(), _special_cases()):
         yield name, case, sizes
-    far: dict[str, Make] = {"infinities": _infinities, "two infinities": _two, "two infinities and a NaN": _three}
+    far: dict[str, Make] = {
+        "infinities": _make_infinities,
+        "two infinities": _make_two_infinities,
+        "two infinities and a NaN": _make_infinities_and_nan,
+    }
     for dtype, (what, make) in itertools.product(FLOATS, far.items()):
-        yield f"norm {short(dtype)}: {what}", partial(_norm, dtype, False, make=make), (_SEVERAL_CORES,)
+        yield f"norm {short_dtype_name(dtype)}: {what}", partial(_run_norm, dtype, False, make=make), (_SEVERAL_CORES,)
 
 
-def _casts() -> Iterator[tuple[str, torch.dtype, torch.dtype, str]]:
+def _cast_kinds() -> Iterator[tuple[str, torch.dtype, torch.dtype, str]]:
     for source, target in itertools.product(FLOATS, FLOATS):
-        yield f"cast {short(source)} to {short(target)}", source, target, "nearest"
+        yield f"cast {short_dtype_name(source)} to {short_dtype_name(target)}", source, target, "nearest"
     yield "cast away from zero", torch.float32, torch.bfloat16, "away"
     yield "cast tf32", torch.float32, torch.float32, "tf32"
     yield "cast stochastic", torch.float32, torch.bfloat16, "stochastic"
 
 
-def _grid() -> Iterator[tuple[str, Case]]:
-    for name, source, target, rounding in _casts():
-        yield name, partial(_cast, source, target, rounding)
+def _grid_cases() -> Iterator[tuple[str, Case]]:
+    for name, source, target, rounding in _cast_kinds():
+        yield name, partial(_run_cast, source, target, rounding)
     for source in FLOATS:
         for target in FLOATS:
             for accumulate in (False, True):
-                name = f"pack {short(source)} {'added to' if accumulate else 'to'} {short(target)}"
-                yield name, partial(_pack, source, target, accumulate)
+                name = (
+                    f"pack {short_dtype_name(source)} {'added to' if accumulate else 'to'} {short_dtype_name(target)}"
+                )
+                yield name, partial(_run_pack, source, target, accumulate)
     for dtype in FLOATS:
-        yield f"norm {short(dtype)}", partial(_norm, dtype, False)
-        yield f"norm with {short(dtype)} added", partial(_norm, dtype, True)
+        yield f"norm {short_dtype_name(dtype)}", partial(_run_norm, dtype, False)
+        yield f"norm with {short_dtype_name(dtype)} added", partial(_run_norm, dtype, True)
     for dtype, bits in itertools.product(FLOATS, _WIRE_BITS):
-        yield f"quantize {short(dtype)} to int{bits}", partial(_quantize, dtype, bits)
-        yield f"quantize {short(dtype)} to int{bits}, fed back", partial(_quantize, dtype, bits, fed_back=True)
-        yield f"dequantize_sum int{bits} to {short(dtype)}", partial(_dequantize_sum, dtype, bits, False)
-        yield f"dequantize_sum int{bits} added to {short(dtype)}", partial(_dequantize_sum, dtype, bits, True)
+        yield f"quantize {short_dtype_name(dtype)} to int{bits}", partial(_run_quantize, dtype, bits)
+        yield (
+            f"quantize {short_dtype_name(dtype)} to int{bits}, fed back",
+            partial(_run_quantize, dtype, bits, fed_back=True),
+        )
+        yield f"dequantize_sum int{bits} to {short_dtype_name(dtype)}", partial(_run_dequantize_sum, dtype, bits, False)
+        yield (
+            f"dequantize_sum int{bits} added to {short_dtype_name(dtype)}",
+            partial(_run_dequantize_sum, dtype, bits, True),
+        )
     for update in (_ADAM, _LION):
-        yield from _grid_of(update)
-    yield "flat_adam coefficients of lr and step, in float64", _coefficients
+        yield from _update_grid_cases(update)
+    yield "flat_adam coefficients of lr and step, in float64", _device_coefficients
 
 
-def _grid_of(update: _Update) -> Iterator[tuple[str, Case]]:
+def _update_grid_cases(update: _UpdateKind) -> Iterator[tuple[str, Case]]:
     for grad in FLOATS:
         for low in (torch.bfloat16, torch.float16, None):
-            name = f"{update.op} {short(grad)} to {short(low) if low else 'nothing'}"
-            yield name, partial(_update, update, grad, low, {})
+            name = f"{update.op} {short_dtype_name(grad)} to {short_dtype_name(low) if low else 'nothing'}"
+            yield name, partial(_run_update, update, grad, low, {})
     for name, options in update.kinds.items():
-        yield f"{update.op} {name}", partial(_update, update, torch.bfloat16, torch.bfloat16, options)
+        yield f"{update.op} {name}", partial(_run_update, update, torch.bfloat16, torch.bfloat16, options)
     for masters, moments in itertools.product(MASTERS, MOMENT_DTYPES):
         yield (
             f"{update.op} with {masters} masters and {moments} moments{update.suffix}",
-            _stored_so(update, masters, moments),
+            _storage_case(update, masters, moments),
         )
 
 
-def _stored_so(update: _Update, masters: str, moments: str) -> partial[list[Tensor]]:
+def _storage_case(update: _UpdateKind, masters: str, moments: str) -> partial[list[Tensor]]:
     low = torch.bfloat16 if masters == "fp32" else None
-    return partial(_update, update, torch.bfloat16, low, update.all_moments, masters=masters, moments=moments)
+    return partial(_run_update, update, torch.bfloat16, low, update.all_moments, masters=masters, moments=moments)
 
 
-def _probes() -> Iterator[tuple[str, Case]]:
-    odd: dict[str, Make] = {"NaNs": _nans, "infinities": _infinities}
-    yield from _probes_of_cast(odd)
-    yield from _probes_of_pack(odd)
-    yield from _probes_of_copies(odd)
-    yield from _probes_of_wires(odd)
-    yield "flat_adam of many tensors by one launch", _many
+def _special_cases() -> Iterator[tuple[str, Case]]:
+    odd: dict[str, Make] = {"NaNs": _make_nans, "infinities": _make_infinities}
+    yield from _special_cast_cases(odd)
+    yield from _special_pack_cases(odd)
+    yield from _special_copy_cases(odd)
+    yield from _special_wire_cases(odd)
+    yield "flat_adam of many tensors by one launch", _run_many_tensors
     for update in (_ADAM, _LION):
-        yield from _probes_of(update, odd)
+        yield from _special_update_cases(update, odd)
 
 
-def _probes_of_cast(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
-    for name, source, target, rounding in _casts():
+def _special_cast_cases(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+    for name, source, target, rounding in _cast_kinds():
         if rounding in ("tf32", "away") or (torch.float32 != target != source and rounding == "nearest"):
-            yield f"{name}: ties", partial(_cast, source, target, rounding, make=_ties(target))
+            yield f"{name}: ties", partial(_run_cast, source, target, rounding, make=_make_ties(target))
         for what, make in odd.items():
-            yield f"{name}: {what}", partial(_cast, source, target, rounding, make=make)
+            yield f"{name}: {what}", partial(_run_cast, source, target, rounding, make=make)
     for what, place in _PLACES.items():
-        yield f"cast stochastic: draws {what}", partial(_cast, *_F32_TO_BF16, "stochastic", place=place, seed=2**64 - 1)
+        yield (
+            f"cast stochastic: draws {what}",
+            partial(_run_cast, *_F32_TO_BF16, "stochastic", place=place, seed=2**64 - 1),
+        )
 
 
-def _probes_of_pack(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+def _special_pack_cases(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for target in (torch.bfloat16, torch.float16):
-        for what, make in {"ties": _ties(target), **odd}.items():
-            packed = partial(_pack, torch.float32, target, False, make=make, scale=1.0)
-            yield f"pack f32 to {short(target)}: {what}", packed
-    yield "pack f32 added to bf16: infinities", partial(_pack, *_F32_TO_BF16, True, make=_infinities)
+        for what, make in {"ties": _make_ties(target), **odd}.items():
+            packed = partial(_run_pack, torch.float32, target, False, make=make, scale=1.0)
+            yield f"pack f32 to {short_dtype_name(target)}: {what}", packed
+    yield "pack f32 added to bf16: infinities", partial(_run_pack, *_F32_TO_BF16, True, make=_make_infinities)
 
 
-def _probes_of_copies(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
-    for what, make in {"ties": _ties(torch.bfloat16), **odd}.items():
-        yield f"flat_adam copies to bf16: {what}", partial(_copy, torch.bfloat16, make)
-        yield f"flat_adam split masters: {what}", partial(_copy, None, make)
-    for what, make in {"ties": _ties(torch.float16), **odd}.items():
-        yield f"flat_adam copies to f16: {what}", partial(_copy, torch.float16, make)
+def _special_copy_cases(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+    for what, make in {"ties": _make_ties(torch.bfloat16), **odd}.items():
+        yield f"flat_adam copies to bf16: {what}", partial(_run_rounding_update, torch.bfloat16, make)
+        yield f"flat_adam split masters: {what}", partial(_run_rounding_update, None, make)
+    for what, make in {"ties": _make_ties(torch.float16), **odd}.items():
+        yield f"flat_adam copies to f16: {what}", partial(_run_rounding_update, torch.float16, make)
 
 
-def _probes_of_wires(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+def _special_wire_cases(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for bits in _WIRE_BITS:
-        for what, make in {"ties": _between_codes(bits), "denormals": _denormals, **odd}.items():
-            probe = partial(_quantize, torch.float32, bits, make=make, fed_back=what != "ties")
+        for what, make in {"ties": _make_half_codes(bits), "denormals": _make_denormals, **odd}.items():
+            probe = partial(_run_quantize, torch.float32, bits, make=make, fed_back=what != "ties")
             yield f"quantize f32 to int{bits}: {what}", probe
         for what, make in odd.items():
             yield (
                 f"dequantize_sum int{bits} to bf16: {what}",
-                partial(_dequantize_sum, torch.bfloat16, bits, False, make=make),
+                partial(_run_dequantize_sum, torch.bfloat16, bits, False, make=make),
             )
 
 
-def _probes_of(update: _Update, odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+def _special_update_cases(update: _UpdateKind, odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for masters, moments in (("fp32", "fp32"), ("split", "bf16"), ("none", "int8")):
-        stored = _stored_so(update, masters, moments)
+        stored = _storage_case(update, masters, moments)
         name = f"{update.op} with {masters} masters and {moments} moments"
         for skip in (0.0, 1.0, torch.nan):
             yield f"{name}: skip = {skip:g}", partial(stored, skip=skip)
@@ -182,15 +197,15 @@ _PLACES: dict[str, Callable[[int], int]] = {
 }
 
 
-def _ties(target: torch.dtype) -> Make:
+def _make_ties(target: torch.dtype) -> Make:
     """Make values halfway between neighbours of `target` (float32: of tf32), and beside; the largest borders on
     infinity.
     """
-    return lambda numel, dtype, seed: _spread(_tie_pool(target, dtype), numel, seed)
+    return lambda numel, dtype, seed: _repeat_pool(_build_tie_pool(target, dtype), numel, seed)
 
 
 @cache
-def _tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _build_tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
     if target == torch.float32:
         halfway = (torch.arange(0, 0x7F800000 >> 13, 61, dtype=torch.int32) << 13 | 0x1000).view(torch.float32).double()
     else:
@@ -198,50 +213,50 @@ def _tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
         grid = grid[grid.isfinite()]
         halfway = torch.cat([(grid[1:] + grid[:-1]) / 2, grid[-1:] + (grid[-1:] - grid[-2:-1]) / 2])
     exact = halfway.to(dtype)
-    bits = storage.bits(exact[exact.double() == halfway])
+    bits = storage.view_bits(exact[exact.double() == halfway])
     pool = torch.cat([bits - 1, bits, bits + 1]).view(dtype)
     return torch.cat([pool, -pool])
 
 
-def _nans(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def _make_nans(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Make NaNs with one bit of payload, gone where a cast drops it, and with all, signalling and quiet,
     of both signs.
     """
-    infinity = int(storage.bits(torch.tensor([torch.inf], dtype=dtype)))
+    infinity = int(storage.view_bits(torch.tensor([torch.inf], dtype=dtype)))
     ones = 2 ** (8 * dtype.itemsize - 1) - 1
     bits = torch.tensor([infinity + 1, infinity + (ones - infinity + 1) // 2, ones])
-    return _spread(torch.cat([bits, bits - ones - 1]).to(_BITS[dtype.itemsize]).view(dtype), numel, seed)
+    return _repeat_pool(torch.cat([bits, bits - ones - 1]).to(_BITS[dtype.itemsize]).view(dtype), numel, seed)
 
 
-def _infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return _spread(torch.tensor([torch.inf, -torch.inf, torch.inf], dtype=dtype), numel, seed)
+def _make_infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return _repeat_pool(torch.tensor([torch.inf, -torch.inf, torch.inf], dtype=dtype), numel, seed)
 
 
-def _two(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def _make_two_infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Make values finite but for the first and the last: an infinity is in the shares of two cores."""
-    x = values(numel, dtype, seed, specials=False)
+    x = make_values(numel, dtype, seed, specials=False)
     x[0], x[-1] = torch.inf, -torch.inf
     return x
 
 
-def _three(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    x = _two(numel, dtype, seed)
+def _make_infinities_and_nan(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = _make_two_infinities(numel, dtype, seed)
     x[numel // 2] = torch.nan
     return x
 
 
-def _spread(pool: Tensor, numel: int, seed: int) -> Tensor:
+def _repeat_pool(pool: Tensor, numel: int, seed: int) -> Tensor:
     return pool[(torch.arange(numel) + seed) * 7919 % len(pool)]  # a prime: all of them come
 
 
-def _cast(
+def _run_cast(
     source: torch.dtype,
     target: torch.dtype,
     rounding: str,
     put: Put,
     numel: int,
     *,
-    make: Make = values,
+    make: Make = make_values,
     seed: int = 2**40 + 7,
     place: Callable[[int], int] = lambda numel: 3,
 ) -> list[Tensor]:
@@ -250,27 +265,27 @@ def _cast(
     return [dst]
 
 
-def _pack(
+def _run_pack(
     source: torch.dtype,
     target: torch.dtype,
     accumulate: bool,
     put: Put,
     numel: int,
     *,
-    make: Make = values,
+    make: Make = make_values,
     scale: float = 0.37,
 ) -> list[Tensor]:
     parts = [put(make(size, source, seed)) for seed, size in enumerate((numel, 3, numel // 2))]
     offsets = [0, numel + 5, numel + 8]
-    wire = put((make if accumulate else values)(2 * numel + 11, target, 9))
+    wire = put((make if accumulate else make_values)(2 * numel + 11, target, 9))
     ops.pack(parts, offsets, wire, scale=put(torch.tensor([scale])), accumulate=accumulate)
     return [wire]
 
 
-_finite = partial(values, specials=False)
+_finite = partial(make_values, specials=False)
 
 
-def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make = _finite) -> list[Tensor]:
+def _run_norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make = _finite) -> list[Tensor]:
     """Return the sum as float32, since squares are summed in another order than the reference's."""
     x = put(make(numel, torch.float32 if added else dtype, 0))
     addend = put(make(numel, dtype, 1)) if added else None
@@ -283,7 +298,7 @@ _WIRE_BITS = {8: 256, 4: 128}  # and the elements of a block
 _PIECES, _ROWS = 2, 3
 
 
-def _between_codes(bits: int) -> Make:
+def _make_half_codes(bits: int) -> Make:
     """Make halves of codes, and in each block the largest code: the scale is 4."""
     largest = 2 ** (bits - 1) - 1
 
@@ -295,42 +310,42 @@ def _between_codes(bits: int) -> Make:
     return make
 
 
-def _denormals(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return (values(numel, torch.float32, seed, specials=False) * 2.0**-126).to(dtype)
+def _make_denormals(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return (make_values(numel, torch.float32, seed, specials=False) * 2.0**-126).to(dtype)
 
 
-def _message(put: Put, nbytes: int) -> Tensor:
+def _make_message(put: Put, nbytes: int) -> Tensor:
     """Return bytes of zero that begin where a message may."""
     room = put(torch.zeros(nbytes + 63, dtype=torch.uint8))
     start = -room.data_ptr() % 64
     return room.narrow(0, start, nbytes)
 
 
-def _of_blocks(numel: int, bits: int) -> int:
+def _round_up_to_blocks(numel: int, bits: int) -> int:
     """Return the next multiple of elements that pieces of whole blocks have."""
     least = _PIECES * _WIRE_BITS[bits]
     return -(-numel // least) * least
 
 
-def _quantize(
+def _run_quantize(
     source: torch.dtype, bits: int, put: Put, numel: int, *, make: Make = _finite, fed_back: bool = False
 ) -> list[Tensor]:
     """Round blocks, of which every other one has what `make` makes."""
-    numel = _of_blocks(numel, bits)
+    numel = _round_up_to_blocks(numel, bits)
     block = _WIRE_BITS[bits]
     x = _finite(numel, source, 1).view(-1, block)
     x[::2] = make(numel, source, 0).view(-1, block)[::2]
     residual = put(_finite(numel, torch.float32, 2)) if fed_back else None
-    message = _message(put, _PIECES * _native.message_bytes(numel // _PIECES, bits))
+    message = _make_message(put, _PIECES * _native.message_bytes(numel // _PIECES, bits))
     ops.quantize(put(x.flatten()), message, bits=bits, pieces=_PIECES, residual=residual)
     return [message] if residual is None else [message, residual]
 
 
-def _dequantize_sum(
+def _run_dequantize_sum(
     target: torch.dtype, bits: int, accumulate: bool, put: Put, numel: int, *, make: Make = _finite
 ) -> list[Tensor]:
     """Sum what the reference has quantized: any codes, and in the first row and block what `make` makes."""
-    numel = _of_blocks(numel, bits)
+    numel = _round_up_to_blocks(numel, bits)
     nbytes = _PIECES * _native.message_bytes(numel // _PIECES, bits)
     sent = []
     for row in range(_ROWS):
@@ -339,8 +354,8 @@ def _dequantize_sum(
             first = slice(_WIRE_BITS[bits])
             x[first] = make(numel, torch.float32, row)[first]
         sent.append(torch.zeros(nbytes, dtype=torch.uint8))
-        quantize_reference.quantize(x, sent[-1], bits, _PIECES, None)
-    messages = _message(put, _ROWS * nbytes)
+        quantize_reference.reference_quantize(x, sent[-1], bits, _PIECES, None)
+    messages = _make_message(put, _ROWS * nbytes)
     messages.copy_(torch.cat(sent))
     out = put(_finite(numel, target, 9))
     ops.dequantize_sum(messages, out, bits=bits, rows=_ROWS, pieces=_PIECES, accumulate=accumulate)
@@ -348,7 +363,7 @@ def _dequantize_sum(
 
 
 @dataclass(frozen=True)
-class _Update:
+class _UpdateKind:
     """Describe an update of flat shards, and what its cases are made of.
 
     `run`: the op, whose moments come as one sequence. `segment`: one of its segments, of begin, end, lr, weight decay
@@ -371,10 +386,10 @@ def _run_adam(master: Tensor, moments: Sequence[Tensor], *rest: Any, **options: 
     ops.flat_adam(master, exp_avg, exp_avg_sq, *rest, max_exp_avg_sq=top, **options)
 
 
-def _adam_segment(*fields: float, **options: Any) -> ops.Segment:
+def _adam_segment(*fields: float, **options: Any) -> ops.AdamSegment:
     begin, end, lr, weight_decay, step = fields
     options = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
-    return ops.Segment(int(begin), int(end), lr, 0.9, 0.99, 1e-8, weight_decay, int(step), **options)
+    return ops.AdamSegment(int(begin), int(end), lr, 0.9, 0.99, 1e-8, weight_decay, int(step), **options)
 
 
 def _run_lion(master: Tensor, moments: Sequence[Tensor], *rest: Any, **options: Any) -> None:
@@ -386,7 +401,7 @@ def _lion_segment(*fields: float, **options: Any) -> ops.LionSegment:
     return ops.LionSegment(int(begin), int(end), lr, 0.9, 0.99, weight_decay, int(step), **options)
 
 
-_ADAM = _Update(
+_ADAM = _UpdateKind(
     "flat_adam",
     _run_adam,
     _adam_segment,
@@ -396,7 +411,7 @@ _ADAM = _Update(
     ", amsgrad",
     ((1e-1, 0.5, 0.99, 1), (1e-2, 0.75, 0.9, 70_000), (1e-3, 1, 1, 2**24)),
 )
-_LION = _Update(
+_LION = _UpdateKind(
     "flat_lion",
     _run_lion,
     _lion_segment,
@@ -408,8 +423,8 @@ _LION = _Update(
 )
 
 
-def _update(  # noqa: PLR0913 - all that a case may vary, by name
-    update: _Update,
+def _run_update(  # noqa: PLR0913 - all that a case may vary, by name
+    update: _UpdateKind,
     grad: torch.dtype,
     low: torch.dtype | None,
     options: Mapping[str, bool],
@@ -426,13 +441,13 @@ def _update(  # noqa: PLR0913 - all that a case may vary, by name
 ) -> list[Tensor]:
     """Run an update; `last`: of streams, steps and seeds; `dynamic`: what depends on lr and step lies on the device."""
     coded = moments == "int8"  # one value that is not finite spoils a block
-    make = _finite if coded else values
-    upper, lower = storage.split(make(numel, torch.float32, 1))
+    make = _finite if coded else make_values
+    upper, lower = storage.split_halves(make(numel, torch.float32, 1))
     master = put(make(numel, torch.float32, 1) if masters == "fp32" else upper)
     remainder = put(lower) if masters == "split" else None
     dtype = MOMENT_DTYPES[moments]
     kept = [
-        put(_stored(make(numel, torch.float32, seed), dtype, signed=signed))
+        put(_store_moment(make(numel, torch.float32, seed), dtype, signed=signed))
         for seed, signed in zip((2, 3, 4), update.signed, strict=False)
     ]
     gradient, scale = put((make_grad or make)(numel, grad, 5)), put(torch.tensor([0.5]))
@@ -456,7 +471,7 @@ def _update(  # noqa: PLR0913 - all that a case may vary, by name
     return [tensor for tensor in (master, remainder, *kept, rounded) if tensor is not None]
 
 
-def _many(put: Put, numel: int) -> list[Tensor]:
+def _run_many_tensors(put: Put, numel: int) -> list[Tensor]:
     """Update as an optimizer does over plain parameters: tensors of any length and gradients of any dtype."""
     numels = (numel, 1, 63, 0, 4097, numel // 3, 512)
     p, m, v = ([put(_finite(n, torch.float32, 10 * i + k)) for k, n in enumerate(numels)] for i in range(3))
@@ -472,10 +487,10 @@ def _many(put: Put, numel: int) -> list[Tensor]:
     return [*p, *m, *v, *(low for low in lows if low is not None)]
 
 
-def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:
+def _run_rounding_update(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:
     """Make an update that moves nothing, so that masters are rounded as they are: to `low`, or (None) in two halves."""
     p = make(numel, torch.float32, 0)
-    upper, lower = storage.split(p)
+    upper, lower = storage.split_halves(p)
     master = put(upper if low is None else p)
     remainder = put(lower) if low is None else None
     rounded = None if low is None else put(torch.zeros(numel, dtype=low))
@@ -484,14 +499,14 @@ def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Ten
     return [tensor for tensor in (master, remainder, rounded) if tensor is not None]
 
 
-def _stored(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
+def _store_moment(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
     """Return a moment as it lies in memory; one without a sign is not negative."""
     stored = torch.zeros(storage.stored_numel(values.numel(), dtype), dtype=dtype)
-    storage.narrow(values if signed else values.abs(), stored, signed=signed)
+    storage.encode_moment(values if signed else values.abs(), stored, signed=signed)
     return stored
 
 
-def _coefficients(put: Put, numel: int) -> list[Tensor]:
+def _device_coefficients(put: Put, numel: int) -> list[Tensor]:
     """Return what torch, no kernel, computes on the device, where the steps that a scaler let through are counted."""
     steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}

@@ -11,7 +11,7 @@ import torch
 
 from npuzero import _native, cann, ops
 from npuzero import device as devices
-from npuzero.bench.check import Finding
+from npuzero.bench.check import CheckFinding
 from npuzero.config import find_toolkit
 from npuzero.device import kernels
 from npuzero.errors import NpuZeroError
@@ -20,20 +20,20 @@ from npuzero.errors import NpuZeroError
 def kernel_library() -> dict[str, Any]:
     """Describe the npu kernels in use: which file, for what, and how the CANN that is here builds them."""
     path, toolkit = Path(_native.npu_library()), find_toolkit("cann")
-    facts: dict[str, Any] = {"why_none": kernels.why_none()}
+    facts: dict[str, Any] = {"why_none": kernels.why_no_library()}
     if path.is_file():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         facts = {"path": str(path), "sha256": digest, "architecture": cann.ARCHITECTURE}
     if toolkit:
-        facts |= {"cann": toolkit.version, "way": cann.way(toolkit.root, toolkit.version)}
+        facts |= {"cann": toolkit.version, "way": cann.get_build_method(toolkit.root, toolkit.version)}
     return facts
 
 
-def check_setup(device: torch.device) -> Iterator[Finding]:
+def check_setup(device: torch.device) -> Iterator[CheckFinding]:
     """Check whether the device is set up as the engine needs it, and whether its kernels run, of which all else
     depends.
     """
-    settings, first_use = Finding("settings of the device"), Finding("first use of the kernels")
+    settings, first_use = CheckFinding("settings of the device"), CheckFinding("first use of the kernels")
     try:
         devices.get(device).check([])
         settings.count(None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import api
-from npuzero.bench.check import Finding
+from npuzero.bench.check import CheckFinding
 from npuzero.bench.team import Team, python_worker
 from npuzero.comm import process_world
 from npuzero.errors import NpuZeroError
@@ -25,7 +25,7 @@ _FEATURES = 64
 _LR, _MAX_NORM = 1e-2, 0.5
 
 
-def check_training(device: str, ranks: int) -> Iterator[tuple[Finding, dict[str, list[float]]]]:
+def check_training(device: str, ranks: int) -> Iterator[tuple[CheckFinding, dict[str, list[float]]]]:
     """Run each of RUNS on `ranks` processes: yield what was wrong, and rank 0's losses,
     on the device and on the CPU.
     """
@@ -40,14 +40,14 @@ def check_training(device: str, ranks: int) -> Iterator[tuple[Finding, dict[str,
                 answers = team.ask("train", name=name)
             except NpuZeroError as error:
                 team = None  # an error ends it
-                yield Finding(name, 1, 1, [f"{type(error).__name__}: {error}"]), {}
+                yield CheckFinding(name, 1, 1, [f"{type(error).__name__}: {error}"]), {}
                 continue
-            yield compare(name, answers), {f"{name}, {where}": losses for where, losses in answers[0].items()}
+            yield compare_training(name, answers), {f"{name}, {where}": losses for where, losses in answers[0].items()}
 
 
-def compare(name: str, answers: list[dict[str, list[float]]]) -> Finding:
+def compare_training(name: str, answers: list[dict[str, list[float]]]) -> CheckFinding:
     """Compare every step of every rank."""
-    finding, tolerance = Finding(f"{name}, losses to {RUNS[name][2]:g} of the CPU's"), RUNS[name][2]
+    finding, tolerance = CheckFinding(f"{name}, losses to {RUNS[name][2]:g} of the CPU's"), RUNS[name][2]
     for rank, answer in enumerate(answers):
         for step, (found, expected) in enumerate(zip(answer["device"], answer["cpu"], strict=True)):
             near = abs(found - expected) <= tolerance * abs(expected)
@@ -55,12 +55,12 @@ def compare(name: str, answers: list[dict[str, list[float]]]) -> Finding:
     return finding
 
 
-def make(rank: int, size: int, options: Mapping[str, Any]) -> Rank:
+def make(rank: int, size: int, options: Mapping[str, Any]) -> TrainingCheckRank:
     """Make the work for worker.py."""
-    return Rank(options["device"])
+    return TrainingCheckRank(options["device"])
 
 
-class Rank:
+class TrainingCheckRank:
     """Be one rank of ``check_training``."""
 
     def __init__(self, device: str) -> None:
@@ -70,12 +70,16 @@ class Rank:
         """Return this rank's losses, by npuzero on its device and by torch on the CPU."""
         stage, precision, _ = RUNS[name]
         model = api.zero(
-            _model().to(self.world.device), stage=stage, precision=precision, units=nn.Linear, world=self.world
+            _build_check_model().to(self.world.device),
+            stage=stage,
+            precision=precision,
+            units=nn.Linear,
+            world=self.world,
         )
         optimizer = api.AdamW(model.parameters(), lr=_LR)
         losses = []
         for step in range(STEPS):
-            loss = _loss(model, _batch(step, self.world.rank).to(self.world.device))
+            loss = _compute_check_loss(model, _make_check_batch(step, self.world.rank).to(self.world.device))
             loss.backward()
             api.clip_grad_norm_(model, _MAX_NORM)
             optimizer.step()
@@ -85,11 +89,11 @@ class Rank:
 
     def _expected(self) -> list[float]:
         """Return the losses of all ranks together: the mean of theirs."""
-        model = _model()
+        model = _build_check_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
         losses = []
         for step in range(STEPS):
-            ranks = [_loss(model, _batch(step, rank)) for rank in range(self.world.size)]
+            ranks = [_compute_check_loss(model, _make_check_batch(step, rank)) for rank in range(self.world.size)]
             torch.stack(ranks).mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
             optimizer.step()
@@ -102,16 +106,16 @@ class Rank:
         self.world.drain()
 
 
-def _model() -> nn.Module:
+def _build_check_model() -> nn.Module:
     torch.manual_seed(0)
     sizes = (nn.Linear(_FEATURES, 2 * _FEATURES), nn.GELU(), nn.LayerNorm(2 * _FEATURES))
     return nn.Sequential(*sizes, nn.Linear(2 * _FEATURES, _FEATURES), nn.GELU(), nn.Linear(_FEATURES, 10))
 
 
-def _batch(step: int, rank: int) -> Tensor:
+def _make_check_batch(step: int, rank: int) -> Tensor:
     return torch.randn(16, _FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+def _compute_check_loss(model: nn.Module, batch: Tensor) -> Tensor:
     found: Tensor = model(batch).float()
     return (found - batch[:, :10]).square().mean()

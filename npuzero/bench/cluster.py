@@ -29,14 +29,14 @@ import torch
 
 from npuzero import config
 from npuzero import device as devices
-from npuzero.bench.disk import speeds
+from npuzero.bench.disk import measure_disk_speeds
 from npuzero.bench.harness import Benchmark, Combine, Contender, Effort, Result
-from npuzero.bench.harness import run as run_rounds
-from npuzero.bench.machine import fingerprint
-from npuzero.bench.probes import VERBS, Probes
+from npuzero.bench.harness import run_benchmark as run_rounds
+from npuzero.bench.machine import machine_fingerprint
+from npuzero.bench.probes import VERBS, ProbeRank
 from npuzero.bench.spread import median
 from npuzero.bench.team import Team, python_worker
-from npuzero.planner.cluster import Cluster, Device, Link, Pace
+from npuzero.planner.cluster import Cluster, DevicePace, DeviceSpec, LinkSpec
 
 SUITE = "cluster"
 #: Ranks of a CPU without a launcher.
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 Facts = Mapping[str, Mapping[str, float]]
 
 
-def effort(quick: bool) -> Effort:
+def cluster_effort(quick: bool) -> Effort:
     """Return how long is measured: about a minute and a half, or seconds."""
     if quick:
         return Effort(least_rounds=2, most_rounds=3, most_s=2.0, error=0.05, visit_s=0.002, warm_up=1)
@@ -54,7 +54,7 @@ def effort(quick: bool) -> Effort:
 
 
 @dataclass(frozen=True)
-class Crew:
+class ProbeCrew:
     """Give the ranks that probe, seen from who asks them.
 
     Attributes:
@@ -86,20 +86,20 @@ class Crew:
 
 
 @contextmanager
-def crew(device: torch.device, quick: bool = False) -> Iterator[Crew]:
+def open_probe_crew(device: torch.device, quick: bool = False) -> Iterator[ProbeCrew]:
     """Give the ranks that probe: the launcher's, or those of a team of this host.
 
     Raises:
         BenchmarkError: a rank could not be started, or failed.
     """
-    if config.launch().world_size > 1:
-        probes = Probes(device, quick)
+    if config.read_launch().world_size > 1:
+        probes = ProbeRank(device, quick)
 
         def slowest(values: list[float]) -> list[float]:
             return [max(each) for each in zip(*probes.world.exchange(values), strict=True)]
 
         try:
-            yield Crew(probes.visit, probes.facts(), probes.place(), slowest)
+            yield ProbeCrew(probes.visit, probes.facts(), probes.place(), slowest)
         finally:
             probes.close()
         return
@@ -113,14 +113,14 @@ def crew(device: torch.device, quick: bool = False) -> Iterator[Crew]:
         threads=max(1, cores // ranks),
     )
     with team:
-        yield Crew(
+        yield ProbeCrew(
             lambda name, count: max(team.ask("visit", name=name, count=count)),
             team.ask("facts")[0],
             team.ask("place")[0],
         )
 
 
-def measure(
+def measure_cluster(
     device: torch.device, *, quick: bool = False, folders: Sequence[Path] = (), say: Say = lambda text: None
 ) -> tuple[Result, Cluster]:
     """Return what each probe took, and the cluster that follows from it.
@@ -132,31 +132,31 @@ def measure(
 
     Raises:
         BenchmarkError: a rank could not be started, or failed.
-        ConfigError, OutOfSpace, StorageError: of a folder, as :func:`npuzero.bench.disk.speeds`.
+        ConfigError, OutOfSpace, StorageError: of a folder, as :func:`npuzero.bench.disk.measure_disk_speeds`.
 
     Example::
 
         result, cluster = measure(torch.device("cpu"))
         cluster.write("cluster.json")
     """
-    with crew(device, quick) as ranks:
+    with open_probe_crew(device, quick) as ranks:
         contenders = ranks.contenders(say)
         baseline = next(name for name in ranks.facts if name.startswith("passes"))
         benchmark = Benchmark(
             SUITE, "what this machine sustains", contenders, baseline, lambda: "returns", {"place": dict(ranks.place)}
         )
-        result = run_rounds(benchmark, effort(quick), combine=ranks.combine)
+        result = run_rounds(benchmark, cluster_effort(quick), combine=ranks.combine)
         say(f"{len(result.seconds[baseline])} rounds")
         place = ranks.place
-    disks = _disks(folders, place["local"], quick, say) if folders else {}
-    return result, cluster_of(result.seconds, result.values, place, disks, source_of(device))
+    disks = _measure_disks(folders, place["local"], quick, say) if folders else {}
+    return result, build_cluster(result.seconds, result.values, place, disks, describe_measurement(device))
 
 
-def cluster_of(
+def build_cluster(
     seconds: Mapping[str, Sequence[float]],
     facts: Facts,
     place: Mapping[str, Any],
-    disks: Mapping[str, Link] | None = None,
+    disks: Mapping[str, LinkSpec] | None = None,
     source: str = "measured by npuzero bench cluster",
 ) -> Cluster:
     """Return the cluster that follows from what probes took.
@@ -164,28 +164,30 @@ def cluster_of(
     Args:
         seconds: of a call, a value a round, by probe.
         facts: what a call of each is of.
-        place: of devices and hosts, as :meth:`~npuzero.bench.probes.Probes.place` tells.
+        place: of devices and hosts, as :meth:`~npuzero.bench.probes.ProbeRank.place` tells.
         disks: links of disks, where they were measured.
         source: said of each number.
     """
     took = {name: median(values) for name, values in seconds.items()}
     kind, local, ranks = place["kind"], place["local"], place["ranks"]
-    links = {level: _link(took, facts, level) for level in ("local", "node") if f"{level}/all_reduce/long" in took}
-    links["host"] = Link(_short(_rate(took, facts, "host/to_device", "host/to_host")))
+    links = {
+        level: _build_link(took, facts, level) for level in ("local", "node") if f"{level}/all_reduce/long" in took
+    }
+    links["host"] = LinkSpec(_round_four_digits(_probe_bandwidth(took, facts, "host/to_device", "host/to_host")))
     host_bytes = place["host_bytes"] // local
     cluster = Cluster(
         name=f"{kind} measured",
-        device=_device(took, facts, host_bytes if kind == "cpu" else place["memory_bytes"]),
+        device=_build_device(took, facts, host_bytes if kind == "cpu" else place["memory_bytes"]),
         links={**links, **(disks or {})},
         local=local,
         ranks=ranks,
         host_memory_bytes=host_bytes,
-        contention=_short(_contention(seconds)) if "beside/both" in seconds else 0.0,
+        contention=_round_four_digits(_measure_contention(seconds)) if "beside/both" in seconds else 0.0,
     )
-    return replace(cluster, sources=_sources(cluster, source))
+    return replace(cluster, sources=_number_sources(cluster, source))
 
 
-def _sources(cluster: Cluster, source: str) -> dict[str, str]:
+def _number_sources(cluster: Cluster, source: str) -> dict[str, str]:
     """Return the source of each number, by its path."""
     device = cluster.device
     paths = [f"device.flops.{dtype}" for dtype in device.flops]
@@ -195,16 +197,25 @@ def _sources(cluster: Cluster, source: str) -> dict[str, str]:
     return dict.fromkeys([*paths, "local", "host_memory_bytes", "contention"], source)
 
 
-def _device(took: Mapping[str, float], facts: Facts, memory_bytes: int) -> Device:
+def _build_device(took: Mapping[str, float], facts: Facts, memory_bytes: int) -> DeviceSpec:
     dtypes = list(dict.fromkeys(name.split("/")[1] for name in took if name.startswith("large/")))
-    peaks = {dtype: max(_flops(took, facts, f"large/{dtype}/")) for dtype in dtypes}
+    peaks = {dtype: max(_probe_flops(took, facts, f"large/{dtype}/")) for dtype in dtypes}
     # What training's products reach is less than the peak by what peak means; where a clock is unsteady, equal.
-    peaks = {dtype: _short(max(peak, *_flops(took, facts, f"products/{dtype}/"))) for dtype, peak in peaks.items()}
-    paces = {dtype: _pace(took, facts, dtype, peak) for dtype, peak in peaks.items()}
-    return Device(peaks, paces[dtypes[0]].sustained, memory_bytes, _short(_rate(took, facts, "update")), paces)
+    peaks = {
+        dtype: _round_four_digits(max(peak, *_probe_flops(took, facts, f"products/{dtype}/")))
+        for dtype, peak in peaks.items()
+    }
+    paces = {dtype: _build_pace(took, facts, dtype, peak) for dtype, peak in peaks.items()}
+    return DeviceSpec(
+        peaks,
+        paces[dtypes[0]].sustained,
+        memory_bytes,
+        _round_four_digits(_probe_bandwidth(took, facts, "update")),
+        paces,
+    )
 
 
-def _pace(took: Mapping[str, float], facts: Facts, dtype: str, peak: float) -> Pace:
+def _build_pace(took: Mapping[str, float], facts: Facts, dtype: str, peak: float) -> DevicePace:
     """Return how models train in a dtype.
 
     Of two numbers of tokens the products take seconds on a straight line: its slope is the rate of many tokens, and
@@ -221,50 +232,56 @@ def _pace(took: Mapping[str, float], facts: Facts, dtype: str, peak: float) -> P
     beyond_s = sum(took[name.replace("products", "passes")] - took[name] for _, name in batches)
     all_s = sum(took[name.replace("products", "passes")] for _, name in batches)
     nbytes = sum(facts[name]["nbytes"] for _, name in batches)
-    return Pace(_short(min(1.0, rate / peak)), _short(max(0.0, ramp)), _short(nbytes / max(beyond_s, 0.01 * all_s)))
+    return DevicePace(
+        _round_four_digits(min(1.0, rate / peak)),
+        _round_four_digits(max(0.0, ramp)),
+        _round_four_digits(nbytes / max(beyond_s, 0.01 * all_s)),
+    )
 
 
-def _flops(took: Mapping[str, float], facts: Facts, prefix: str) -> list[float]:
+def _probe_flops(took: Mapping[str, float], facts: Facts, prefix: str) -> list[float]:
     """Return the FLOPs a second of the probes whose names begin so."""
     return [facts[name]["flops"] / seconds for name, seconds in took.items() if name.startswith(prefix)]
 
 
-def _rate(took: Mapping[str, float], facts: Facts, *names: str) -> float:
+def _probe_bandwidth(took: Mapping[str, float], facts: Facts, *names: str) -> float:
     """Return bytes a second of these probes together."""
     return sum(facts[name]["nbytes"] for name in names) / sum(took[name] for name in names)
 
 
-def _link(took: Mapping[str, float], facts: Facts, level: str) -> Link:
+def _build_link(took: Mapping[str, float], facts: Facts, level: str) -> LinkSpec:
     """Return what the collectives of a level sustain: a short one takes its latencies, and a long one its bytes too."""
     short, long = ([f"{level}/{verb}/{size}" for verb in VERBS] for size in ("short", "long"))
     latency_s = sum(took[name] for name in short) / sum(facts[name]["messages"] for name in short)
     # At least half of a long one is its bytes: else a message was late by chance.
     beyond_s = sum(max(took[name] - facts[name]["messages"] * latency_s, took[name] / 2) for name in long)
-    return Link(_short(sum(facts[name]["nbytes"] for name in long) / beyond_s), _short(latency_s))
+    return LinkSpec(
+        _round_four_digits(sum(facts[name]["nbytes"] for name in long) / beyond_s), _round_four_digits(latency_s)
+    )
 
 
-def _contention(seconds: Mapping[str, Sequence[float]]) -> float:
+def _measure_contention(seconds: Mapping[str, Sequence[float]]) -> float:
     """Return by which part of the shorter one compute and traffic side by side take longer than the longer one."""
     rounds = zip(*(seconds[f"beside/{what}"] for what in ("compute", "traffic", "both")), strict=True)
     return min(1.0, max(0.0, median([(both - max(alone)) / min(alone) for *alone, both in rounds])))
 
 
-def _disks(folders: Sequence[Path], local: int, quick: bool, say: Say) -> dict[str, Link]:
+def _measure_disks(folders: Sequence[Path], local: int, quick: bool, say: Say) -> dict[str, LinkSpec]:
     """Return what a rank has of its node's disks. Ranks of a launcher measure side by side, each its own part."""
     settings = config.Settings()
     effort: dict[str, Any] = {"seconds": 0.1, "nbytes": 1 << 27} if quick else {"seconds": 4.0, "nbytes": 4 << 30}
-    found = speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)
-    ranks = 1 if config.launch().world_size > 1 else local
-    return {f"disk_{way}": Link(_short(found.gbs[way] * 1e9 / ranks)) for way in ("read", "write")}
+    found = measure_disk_speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)
+    ranks = 1 if config.read_launch().world_size > 1 else local
+    return {f"disk_{way}": LinkSpec(_round_four_digits(found.gbs[way] * 1e9 / ranks)) for way in ("read", "write")}
 
 
-def source_of(device: torch.device) -> str:
+def describe_measurement(device: torch.device) -> str:
     """Return what is said of each number: measured on what, with what, when."""
-    facts = fingerprint(device)
+    facts = machine_fingerprint(device)
     day = datetime.now(timezone.utc).date().isoformat()
     return f"measured by npuzero bench cluster, {facts['device'].partition(',')[0]}, torch {facts['torch']}, {day}"
 
 
-def _short(value: float) -> float:
+def _round_four_digits(value: float) -> float:
     """Round to four digits."""
     return float(f"{value:.4g}")

@@ -22,11 +22,20 @@ from torch import Tensor, nn
 
 from npuzero import config, ops
 from npuzero import device as devices
-from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
+from npuzero.bench.harness import (
+    Benchmark,
+    Contender,
+    Effort,
+    Result,
+    check_close,
+    check_equal,
+    local_contender,
+    run_benchmark,
+)
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
 from npuzero.bench.setting import OWN
 from npuzero.bench.team import Team, python_worker
-from npuzero.bench.updates import ADAM_TOLERANCE, Adam, torch_adam
+from npuzero.bench.updates import ADAM_TOLERANCE, FlatAdamRun, torch_adam
 from npuzero.comm import process_world
 from npuzero.comm.process_group import all_gather_single, reduce_scatter_single
 from npuzero.plan import ring_bytes
@@ -42,7 +51,7 @@ _SIZES_KIB = (256, 1024, 16384, 32768, 65536)
 _MAX_NORM = 1.0
 
 
-def names(quick: bool) -> list[str]:
+def comm_benchmark_names(quick: bool) -> list[str]:
     """Return every benchmark of the suite: ``collective/dtype/KiB``, without the ranks,
     which all of them are run on.
     """
@@ -59,23 +68,23 @@ def names(quick: bool) -> list[str]:
     ]
 
 
-def effort(quick: bool) -> Effort:
+def comm_effort(quick: bool) -> Effort:
     """Return how long each benchmark of the suite is measured."""
     return Effort.quick() if quick else Effort(most_s=2.0, error=0.01)
 
 
-def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
+def measure_comm(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
     """Measure the benchmarks named, on the launcher's ranks if there are any, else on 2 and on 4 ranks of this host.
 
     Raises:
         BenchmarkError: a wrong result, or a rank that failed.
         CollectiveError: under a launcher, a rank that failed.
     """
-    launch = config.launch()
+    launch = config.read_launch()
     if launch.world_size > 1:
         ranks = make(launch.rank, launch.world_size, {"device": str(device)})
         for name in wanted:
-            yield ranks.result(name, effort(quick))
+            yield ranks.result(name, comm_effort(quick))
         return
     cores = len(os.sched_getaffinity(0))
     for size in RANKS:
@@ -89,18 +98,18 @@ def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterato
         )
         with team:
             for name in wanted:
-                yield benchmark_from_dict(team.ask("measure", name=name, effort=asdict(effort(quick)))[0])
+                yield benchmark_from_dict(team.ask("measure", name=name, effort=asdict(comm_effort(quick)))[0])
 
 
-def make(rank: int, size: int, options: Mapping[str, Any]) -> Ranks:
+def make(rank: int, size: int, options: Mapping[str, Any]) -> CommBenchmarkRank:
     """Make the work for worker.py."""
-    return Ranks(options["device"])
+    return CommBenchmarkRank(options["device"])
 
 
 Call = Callable[[Tensor, Tensor], object]  # out, inp; an all_reduce is of inp, in place
 
 
-class Ranks:
+class CommBenchmarkRank:
     """Take one rank's part in the suite; all ranks call the same methods in the same order.
 
     Args:
@@ -129,7 +138,7 @@ class Ranks:
         else:
             dtype, kib = _DTYPES[rest[0]], int(rest[1])
             benchmark = (self._update if verb == "update" else functools.partial(self._verb, verb))(name, dtype, kib)
-        return run(benchmark, effort, combine=self._slowest)
+        return run_benchmark(benchmark, effort, combine=self._slowest)
 
     def close(self) -> None:
         """End the world."""
@@ -140,7 +149,7 @@ class Ranks:
         return [max(each) for each in zip(*self.world.exchange(values), strict=True)]
 
     def _contender(self, name: str, call: Callable[[], object], nbytes: int | None = None) -> Contender:
-        return local(name, call, device=self.device, nbytes=nbytes, prepare=self.communicator.barrier)
+        return local_contender(name, call, device=self.device, nbytes=nbytes, prepare=self.communicator.barrier)
 
     def _benchmark(
         self, name: str, title: str, contenders: list[Contender], check: Callable[[], str], **parameters: Any
@@ -209,8 +218,8 @@ class Ranks:
         moved = whole + shard if verb == "reduce_scatter" else 2 * whole
         source, target = (torch.ones(moved // 2, dtype=dtype, device=self.device) for _ in range(2))
         contenders.append(self._contender("copy", lambda: target.copy_(source), nbytes))
-        title = f"{verb} of {_quantity(kib)} {_name(dtype)}"
-        return self._benchmark(name, title, contenders, check, dtype=_name(dtype), kib=kib, verb=verb)
+        title = f"{verb} of {_format_kib(kib)} {_dtype_label(dtype)}"
+        return self._benchmark(name, title, contenders, check, dtype=_dtype_label(dtype), kib=kib, verb=verb)
 
     def _pass_on(self, send: Callable[..., Any], recv: Callable[..., Any], out: Tensor, inp: Tensor) -> None:
         """Send ``inp`` to the next rank, around a ring; ``out`` comes from the one before."""
@@ -247,16 +256,16 @@ class Ranks:
             total = sum(self._random(rank, n, dtype).double() for rank in range(self.size))
             assert isinstance(total, Tensor)
             scale = (_MAX_NORM / (total.square().sum().sqrt() + 1e-6)).clamp(max=1.0)
-            want = Adam(begin, total).expected(scale)
+            want = FlatAdamRun(begin, total).expected(scale)
             # bf16 holds 8 bits, and the backend may have rounded the sums to it as well.
             tolerance = ADAM_TOLERANCE if dtype == torch.float32 else 2.0**-7
             for way, step in ways.items():
                 check_close(f"update by {way}", step(), want, tolerance=tolerance)
             return "all parameters after the first step against float64"
 
-        title = f"gradients to new parameters, {_name(dtype)}, {n:,} elements"
+        title = f"gradients to new parameters, {_dtype_label(dtype)}, {n:,} elements"
         contenders = [self._contender(way, step) for way, step in ways.items()]
-        return self._benchmark(name, title, contenders, check, dtype=_name(dtype), elements=n)
+        return self._benchmark(name, title, contenders, check, dtype=_dtype_label(dtype), elements=n)
 
 
 class OwnUpdate:
@@ -267,12 +276,12 @@ class OwnUpdate:
         gradient, parameters: whole, wherever the other ranks may read them.
     """
 
-    def __init__(self, ranks: Ranks, begin: Tensor, gradient: Tensor, parameters: Tensor) -> None:
+    def __init__(self, ranks: CommBenchmarkRank, begin: Tensor, gradient: Tensor, parameters: Tensor) -> None:
         self.communicator, self.gradient, self.parameters = ranks.communicator, gradient, parameters
         own = parameters[ranks.rank * begin.numel() : (ranks.rank + 1) * begin.numel()]
         self.own = own
         self.shard = torch.empty_like(begin)
-        self.adam = Adam(begin, self.shard, None if own.dtype == torch.float32 else own)
+        self.adam = FlatAdamRun(begin, self.shard, None if own.dtype == torch.float32 else own)
         if own.dtype == torch.float32:
             self.adam.master = own.copy_(begin)
         self.found = torch.zeros(2, dtype=torch.float64, device=begin.device)
@@ -311,9 +320,9 @@ class TorchUpdate:
         return self.parameters
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_label(dtype: torch.dtype) -> str:
     return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
-def _quantity(kib: int) -> str:
+def _format_kib(kib: int) -> str:
     return f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"

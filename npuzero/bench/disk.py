@@ -15,9 +15,9 @@ from torch import Tensor
 
 from npuzero import _native
 from npuzero.bench.spread import median
-from npuzero.device.handle import Handle
+from npuzero.device.handle import AsyncHandle
 from npuzero.memory.file import FileStore, check_folders
-from npuzero.plan import FAR_CHUNK_BYTES, FROM_DISK, PRECISIONS, FlatSize, MeshShape, Plan, Step, predict_bytes
+from npuzero.plan import FAR_CHUNK_BYTES, FROM_DISK, PRECISIONS, FlatSize, MeshShape, Plan, StepSpec, predict_bytes
 
 #: Chunks in memory: one comes, one is there, one goes, and one more so that none waits for another.
 SLOTS = 4
@@ -25,7 +25,7 @@ _PLAN = "infinity-states"
 
 
 @dataclass(frozen=True)
-class Speeds:
+class DiskSpeeds:
     """Say what folders can do; GB are 1e9 bytes.
 
     Attributes:
@@ -41,12 +41,12 @@ class Speeds:
     crc_gbs: float
 
 
-def stream(store: FileStore, ring: Sequence[Tensor]) -> None:
+def stream_store(store: FileStore, ring: Sequence[Tensor]) -> None:
     """Read all that the store holds and write it back by chunks, as an update does: reads ahead, writes behind."""
     chunk, slots, ahead = ring[0].numel(), len(ring), len(ring) // 2
     count = store.nbytes // chunk
-    reads: dict[int, Handle] = {}
-    writes: dict[int, Handle] = {}
+    reads: dict[int, AsyncHandle] = {}
+    writes: dict[int, AsyncHandle] = {}
     for turn in range(count + ahead):
         if turn < count:
             if turn >= slots:
@@ -60,9 +60,9 @@ def stream(store: FileStore, ring: Sequence[Tensor]) -> None:
         write.wait()
 
 
-def speeds(
+def measure_disk_speeds(
     folders: Sequence[Path], *, threads: int, verify: bool, seconds: float, nbytes: int, say: Callable[[str], None]
-) -> Speeds:
+) -> DiskSpeeds:
     """Measure what the folders can do, and tell how it goes.
 
     Args:
@@ -79,27 +79,27 @@ def speeds(
     check_folders(folders)
     free = {str(folder): shutil.disk_usage(folder).free for folder in folders}
     chunks = max(SLOTS, min(nbytes, min(free.values()) // 2) // FAR_CHUNK_BYTES)
-    say(f"checksums: {(crc_gbs := _checksums()):.1f} GB/s on one thread")
+    say(f"checksums: {(crc_gbs := _checksum_gb_per_s()):.1f} GB/s on one thread")
     store = FileStore(folders, chunks * FAR_CHUNK_BYTES, threads=threads, verify=verify)
     say(f"a file of {store.nbytes:,} bytes, {'past' if store.direct else 'through'} the page cache")
     ring = [store.aligned(FAR_CHUNK_BYTES) for _ in range(SLOTS)]
     for slot in ring:
         slot.view(torch.int64).random_()
     ways: dict[str, tuple[int, Callable[[], None]]] = {
-        "write": (1, lambda: _all(store, ring, store.write)),
-        "read": (1, lambda: _all(store, ring, store.read)),
-        "read + write": (2, lambda: stream(store, ring)),
+        "write": (1, lambda: _transfer_all(store, ring, store.write)),
+        "read": (1, lambda: _transfer_all(store, ring, store.read)),
+        "read + write": (2, lambda: stream_store(store, ring)),
     }
     ways["write"][1]()  # the first time a disk has to find the place
     gbs: dict[str, float] = {}
     for name, (times, way) in ways.items():
-        gbs[name] = times * store.nbytes / median(list(_timed(way, seconds))) / 1e9
+        gbs[name] = times * store.nbytes / median(list(_time_repeats(way, seconds))) / 1e9
         say(f"{name}: {gbs[name]:.2f} GB/s")
     store.close()
-    return Speeds(store.direct, free, gbs, crc_gbs)
+    return DiskSpeeds(store.direct, free, gbs, crc_gbs)
 
 
-def step_seconds(parameters: int, gbs: float) -> dict[str, float]:
+def disk_step_seconds(parameters: int, gbs: float) -> dict[str, float]:
     """Return by precision the seconds that a disk takes to give and take all states of a model in a step.
 
     Args:
@@ -110,17 +110,17 @@ def step_seconds(parameters: int, gbs: float) -> dict[str, float]:
     for name, precision in PRECISIONS.items():
         plan = Plan.preset(_PLAN, precision=precision)
         flat = FlatSize(0, parameters, precision.parameter_of(torch.float32))
-        moved = predict_bytes(plan, [flat], MeshShape(1, 1), Step(1)).bytes_moved
+        moved = predict_bytes(plan, [flat], MeshShape(1, 1), StepSpec(1)).bytes_moved
         seconds[name] = 2 * moved[FROM_DISK] / gbs / 1e9
     return seconds
 
 
-def _checksums() -> float:
+def _checksum_gb_per_s() -> float:
     data = memoryview(os.urandom(1 << 20) * 16)
-    return len(data) / median(list(_timed(lambda: _native.io.crc32c(data), 0.2))) / 1e9
+    return len(data) / median(list(_time_repeats(lambda: _native.io.crc32c(data), 0.2))) / 1e9
 
 
-def _timed(way: Callable[[], object], seconds: float) -> Iterator[float]:
+def _time_repeats(way: Callable[[], object], seconds: float) -> Iterator[float]:
     """Yield the seconds of each run, three at least, until as many have passed."""
     end, runs = time.perf_counter() + seconds, 0
     while runs < 3 or time.perf_counter() < end:
@@ -130,9 +130,9 @@ def _timed(way: Callable[[], object], seconds: float) -> Iterator[float]:
         runs += 1
 
 
-def _all(store: FileStore, ring: Sequence[Tensor], transfer: Callable[[int, Tensor], Handle]) -> None:
+def _transfer_all(store: FileStore, ring: Sequence[Tensor], transfer: Callable[[int, Tensor], AsyncHandle]) -> None:
     """Move the whole store one way, as many chunks at a time as there are slots."""
-    under_way: list[Handle] = []
+    under_way: list[AsyncHandle] = []
     for turn in range(math.ceil(store.nbytes / FAR_CHUNK_BYTES)):
         if turn >= len(ring):
             under_way[turn - len(ring)].wait()

@@ -19,7 +19,7 @@ NO_CAP = 1 << 50
 
 
 @dataclass(frozen=True)
-class Group:
+class ControlGroup:
     """Name a control group: its folder, and what it is told to have a cap."""
 
     folder: Path
@@ -46,9 +46,9 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(cap: int = NO_CAP) -> Iterator[Group | None]:
+def open_control_group(cap: int = NO_CAP) -> Iterator[ControlGroup | None]:
     """Make a control group for the block, with ``cap`` bytes of memory; None where this process may make none."""
-    made = next(filter(None, (_made(folder, limits, cap) for folder, limits in GROUPS)), None)
+    made = next(filter(None, (_make_control_group(folder, limits, cap) for folder, limits in GROUPS)), None)
     try:
         yield made
     finally:
@@ -57,8 +57,8 @@ def group(cap: int = NO_CAP) -> Iterator[Group | None]:
                 made.folder.rmdir()
 
 
-def _made(parent: Path, limits: Mapping[str, int | None], cap: int) -> Group | None:
-    made = Group(parent / f"npuzero-{os.getpid()}-{next(_NUMBERS)}", limits)
+def _make_control_group(parent: Path, limits: Mapping[str, int | None], cap: int) -> ControlGroup | None:
+    made = ControlGroup(parent / f"npuzero-{os.getpid()}-{next(_NUMBERS)}", limits)
     try:
         made.folder.mkdir()
     except OSError:

@@ -62,7 +62,7 @@ class Contender:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def local(
+def local_contender(
     name: str,
     call: Callable[[], object],
     *,
@@ -157,7 +157,7 @@ class Result:
         return None if nbytes is None else nbytes / median(self.seconds[contender]) / 1e9
 
 
-def run(
+def run_benchmark(
     benchmark: Benchmark,
     effort: Effort,
     *,

@@ -6,14 +6,14 @@ import torch
 
 from npuzero import ops
 from npuzero.bench.harness import Benchmark, check_close
-from npuzero.bench.setting import OWN, Setting
+from npuzero.bench.setting import OWN, BenchmarkSetting
 
 _LR, _BETA1, _BETA2, _DECAY = 1e-4, 0.9, 0.99, 1e-2
 _TOLERANCE = 1e-6  # of the largest parameter: a unit in the last place; an update is 1e-4
 _BYTES = 20  # an element: parameter and momentum are read and written, the gradient is read
 
 
-def flat_lion_flat(setting: Setting) -> Benchmark:
+def benchmark_flat_lion(setting: BenchmarkSetting) -> Benchmark:
     """Return the benchmark of Lion on one flat float32 tensor, beside the paper's operations one by one in torch."""
     n = setting.elements
     start, gradient = setting.random(n), setting.random(n)

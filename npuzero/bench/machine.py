@@ -17,7 +17,7 @@ from npuzero import device as devices
 _SOURCES = Path(__file__).resolve().parents[2]
 
 
-def fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
+def machine_fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Return the facts of machine and software that figures depend on, ready for JSON. Names no path and no host."""
     cpu = devices.get("cpu")
     return {
@@ -32,13 +32,13 @@ def fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "npuzero": _version(),
-        "commit": _commit(),
+        "npuzero": _npuzero_version(),
+        "commit": _source_commit(),
         "load": round(os.getloadavg()[0], 2),
     }
 
 
-def _version() -> str | None:
+def _npuzero_version() -> str | None:
     try:
         return metadata.version("npuzero")
     except metadata.PackageNotFoundError:  # run from its sources
@@ -52,7 +52,7 @@ def _last_cache_bytes() -> int | None:
     return max(sizes, default=None)
 
 
-def _commit() -> str | None:
+def _source_commit() -> str | None:
     """Return the sources' commit, with ``+`` if they changed since; None where npuzero is not run from a checkout.
 
     Records of benchmarks and what is drawn from them are no sources: taking a figure changes them.
@@ -60,13 +60,13 @@ def _commit() -> str | None:
     if not (_SOURCES / ".git").exists():
         return None
     try:
-        told = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        told = _run_git("rev-parse", "--short=12", "HEAD")
+        changed = _run_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.SubprocessError):
         return None
     return told + "+" * bool(changed)
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     command = ["git", "-C", str(_SOURCES), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.bench.harness import Benchmark, Effort, Result, check_close, check_equal, run
-from npuzero.bench.lion import flat_lion_flat
-from npuzero.bench.setting import ELEMENTS, OWN, QUICK_ELEMENTS, SEED, Setting
+from npuzero.bench.harness import Benchmark, Effort, Result, check_close, check_equal, run_benchmark
+from npuzero.bench.lion import benchmark_flat_lion
+from npuzero.bench.setting import ELEMENTS, OWN, QUICK_ELEMENTS, SEED, BenchmarkSetting
 from npuzero.bench.shapes import gpt_shapes
-from npuzero.bench.updates import flat_adam_flat, flat_adam_stored, flat_adam_tensors, mixed_step
+from npuzero.bench.updates import (
+    benchmark_flat_adam,
+    benchmark_flat_adam_storage,
+    benchmark_flat_adam_tensors,
+    benchmark_mixed_step,
+)
 from npuzero.bench.wires import WIRES
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import norm as norm_reference
@@ -28,7 +33,7 @@ SUITE = "ops"
 _WORLD = 8  # gradients are scaled by one over so many ranks as they are packed
 
 
-def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tensor]:
+def _make_wire_tensors(setting: BenchmarkSetting) -> tuple[list[Tensor], list[int], list[Tensor], Tensor]:
     """Return tensors of a GPT, their offsets in a flat bf16 buffer, their places in it, and it."""
     tensors = [setting.random(*shape) for shape in gpt_shapes(setting.elements)]
     ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
@@ -38,9 +43,9 @@ def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tens
     return tensors, offsets, places, wire
 
 
-def pack(setting: Setting) -> Benchmark:
+def benchmark_pack(setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to write many fp32 tensors to one flat bf16 buffer, times a scale."""
-    tensors, offsets, places, wire = _wire(setting)
+    tensors, offsets, places, wire = _make_wire_tensors(setting)
     scale = 1 / _WORLD  # a power of two: torch's two roundings are one then
 
     def own() -> None:
@@ -54,7 +59,7 @@ def pack(setting: Setting) -> Benchmark:
         wire.copy_(torch.cat([tensor.view(-1) for tensor in tensors]).mul_(scale))
 
     def check() -> str:
-        pack_reference.pack(tensors, places, scale, False)
+        pack_reference.reference_pack(tensors, places, scale, False)
         want = wire.clone()
         for name, call in ((OWN, own), ("a loop", loop), ("torch.cat", cat)):
             wire.zero_()
@@ -78,9 +83,9 @@ def pack(setting: Setting) -> Benchmark:
     )
 
 
-def unpack(setting: Setting) -> Benchmark:
+def benchmark_unpack(setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to write one flat bf16 buffer to many fp32 tensors, times a scale."""
-    tensors, offsets, places, wire = _wire(setting)
+    tensors, offsets, places, wire = _make_wire_tensors(setting)
     wire.copy_(setting.random(wire.numel()))
     scale = 1 / _WORLD
 
@@ -115,7 +120,7 @@ def unpack(setting: Setting) -> Benchmark:
     )
 
 
-def cast_nearest(setting: Setting) -> Benchmark:
+def benchmark_cast_nearest(setting: BenchmarkSetting) -> Benchmark:
     """Compare casts of fp32 to bf16, to nearest even."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
@@ -125,10 +130,10 @@ def cast_nearest(setting: Setting) -> Benchmark:
         check_equal("cast", out, src.bfloat16())
         return "every element to the bit against copy_"
 
-    return _cast(setting, "nearest", "copy_", lambda: out.copy_(src), lambda: ops.cast(src, out), 6, check)
+    return _cast_benchmark(setting, "nearest", "copy_", lambda: out.copy_(src), lambda: ops.cast(src, out), 6, check)
 
 
-def cast_stochastic(setting: Setting) -> Benchmark:
+def benchmark_cast_stochastic(setting: BenchmarkSetting) -> Benchmark:
     """Compare casts of fp32 to bf16, rounded up or down with the probability that keeps the mean."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
@@ -141,7 +146,7 @@ def cast_stochastic(setting: Setting) -> Benchmark:
     def check() -> str:
         part = src[: min(src.numel(), 2**20)]  # the reference takes a hundred bytes an element
         want = torch.empty_like(part, dtype=torch.bfloat16)
-        cast_reference.cast(part, want, "stochastic", SEED, 0)
+        cast_reference.reference_cast(part, want, "stochastic", SEED, 0)
         own()
         check_equal("stochastic cast", out[: part.numel()], want)
         passes()
@@ -151,10 +156,10 @@ def cast_stochastic(setting: Setting) -> Benchmark:
     def own() -> None:
         ops.cast(src, out, rounding="stochastic", seed=SEED)
 
-    return _cast(setting, "stochastic", "random bits added, cut off", passes, own, 6, check)
+    return _cast_benchmark(setting, "stochastic", "random bits added, cut off", passes, own, 6, check)
 
 
-def cast_tf32(setting: Setting) -> Benchmark:
+def benchmark_cast_tf32(setting: BenchmarkSetting) -> Benchmark:
     """Compare casts of fp32 to fp32 with 10 bits of mantissa, out of place."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src)
@@ -165,7 +170,7 @@ def cast_tf32(setting: Setting) -> Benchmark:
         bits.bitwise_and_(-(1 << 13))
 
     def check() -> str:
-        want = cast_reference.tf32(src)
+        want = cast_reference.round_to_tf32(src)
         own()
         check_equal("tf32 cast", out, want)
         passes()
@@ -175,11 +180,11 @@ def cast_tf32(setting: Setting) -> Benchmark:
     def own() -> None:
         ops.cast(src, out, rounding="tf32")
 
-    return _cast(setting, "tf32", "integer add and mask", passes, own, 8, check)
+    return _cast_benchmark(setting, "tf32", "integer add and mask", passes, own, 8, check)
 
 
-def _cast(
-    setting: Setting,
+def _cast_benchmark(
+    setting: BenchmarkSetting,
     rounding: str,
     baseline: str,
     passes: Callable[[], object],
@@ -202,7 +207,7 @@ def _cast(
     )
 
 
-def norm(setting: Setting) -> Benchmark:
+def benchmark_norm(setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to the sum of squares and the number of elements that are not finite, of fp32."""
     n = setting.elements
     x = setting.random(n)
@@ -214,7 +219,7 @@ def norm(setting: Setting) -> Benchmark:
 
     def check() -> str:
         want = torch.zeros_like(found)
-        norm_reference.norm(x, want)
+        norm_reference.reference_norm(x, want)
         ops.norm(x, found)
         check_close("norm", found, want, tolerance=1e-12)
         # torch sums in float32, and is the further off the more elements there are: 0.5 % at 64 M.
@@ -236,7 +241,7 @@ def norm(setting: Setting) -> Benchmark:
     )
 
 
-def norm_of_sum(setting: Setting) -> Benchmark:
+def benchmark_norm_of_sum(setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to add a micro-batch's bf16 gradients to the accumulated fp32 ones and take the norm of the sum."""
     n = setting.elements
     # The addend is all zeros in the rounds, so that sums stay in range however many there are.
@@ -252,7 +257,7 @@ def norm_of_sum(setting: Setting) -> Benchmark:
     def check() -> str:
         start, found_there = total.clone(), torch.zeros_like(found)
         want = start + addend.float() / _WORLD
-        norm_reference.norm(want, found_there)
+        norm_reference.reference_norm(want, found_there)
         passes()
         check_equal("the sum by torch", total, want)
         total.copy_(start)
@@ -277,40 +282,40 @@ def norm_of_sum(setting: Setting) -> Benchmark:
 
 
 #: What makes each benchmark of the suite, by its name.
-CASES: dict[str, Callable[[Setting], Benchmark]] = {
-    "flat_adam/flat": flat_adam_flat,
-    "flat_adam/stored": flat_adam_stored,
-    "flat_adam/400": flat_adam_tensors,
-    "flat_lion/flat": flat_lion_flat,
-    "mixed_step": mixed_step,
-    "pack": pack,
-    "unpack": unpack,
-    "cast/nearest": cast_nearest,
-    "cast/stochastic": cast_stochastic,
-    "cast/tf32": cast_tf32,
-    "norm": norm,
-    "norm/sum": norm_of_sum,
+CASES: dict[str, Callable[[BenchmarkSetting], Benchmark]] = {
+    "flat_adam/flat": benchmark_flat_adam,
+    "flat_adam/stored": benchmark_flat_adam_storage,
+    "flat_adam/400": benchmark_flat_adam_tensors,
+    "flat_lion/flat": benchmark_flat_lion,
+    "mixed_step": benchmark_mixed_step,
+    "pack": benchmark_pack,
+    "unpack": benchmark_unpack,
+    "cast/nearest": benchmark_cast_nearest,
+    "cast/stochastic": benchmark_cast_stochastic,
+    "cast/tf32": benchmark_cast_tf32,
+    "norm": benchmark_norm,
+    "norm/sum": benchmark_norm_of_sum,
     **WIRES,
 }
 
 
-def names(quick: bool) -> list[str]:
+def ops_benchmark_names(quick: bool) -> list[str]:
     """Return every benchmark of the suite."""
     return list(CASES)
 
 
-def effort(quick: bool) -> Effort:
+def ops_effort(quick: bool) -> Effort:
     """Return how long each benchmark of the suite is measured."""
     return Effort.quick() if quick else Effort(most_s=5.0)
 
 
-def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
+def measure_ops(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
     """Measure the benchmarks named, in this process.
 
     Raises:
         BenchmarkError: a wrong result.
         KernelUnavailable: the device has no kernels.
     """
-    setting = Setting(QUICK_ELEMENTS if quick else ELEMENTS, device)
+    setting = BenchmarkSetting(QUICK_ELEMENTS if quick else ELEMENTS, device)
     for name in wanted:
-        yield run(CASES[name](setting), effort(quick))
+        yield run_benchmark(CASES[name](setting), ops_effort(quick))

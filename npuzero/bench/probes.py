@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from npuzero import config
 from npuzero import device as devices
-from npuzero.bench.harness import local
-from npuzero.bench.updates import Adam
+from npuzero.bench.harness import local_contender
+from npuzero.bench.updates import FlatAdamRun
 from npuzero.comm import Communicator, process_world
 from npuzero.plan import ring_bytes
 from npuzero.planner.models import ModelShape
-from npuzero.planner.workload import workload
-from npuzero.shard.build import spans_of, units_of
+from npuzero.planner.workload import measure_workload
+from npuzero.shard.build import get_unit_parameters, nested_unit_spans
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Collectives of a step: gathers of parameters, reductions of gradients.
@@ -36,7 +36,7 @@ _RINGS = {"all_reduce": 2}  # rounds over all ranks; of the other collectives on
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProbeSizes:
     """Say how large the work is.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sizes:
     long: int = 1 << 24
 
     @classmethod
-    def of(cls, kind: str, quick: bool) -> Sizes:
+    def of(cls, kind: str, quick: bool) -> ProbeSizes:
         """Return the sizes that suit a kind of device; ``quick``: such that all of it takes seconds."""
         if quick:
             return cls(("bf16", "fp32"), (128,), 64, 64, 64, (1, 2), 1 << 16, long=1 << 18)
@@ -80,7 +80,7 @@ class Probe:
     facts: Mapping[str, float] = field(default_factory=dict)
 
 
-class Block(nn.Module):
+class ProbeBlock(nn.Module):
     """Compute a transformer's block, [B, T, D] -> [B, T, D]; or, ``bare``, its products alone: no norms, biases,
     activation and residuals.
     """
@@ -101,16 +101,16 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class ProbeDecoder(nn.Module):
     """Predict the next token with a few blocks, int64[B, T] -> logits [B, T, V]; or, ``bare``, compute its products
     alone, [B, T, D] -> [B, T, V].
     """
 
-    def __init__(self, sizes: Sizes, bare: bool = False) -> None:
+    def __init__(self, sizes: ProbeSizes, bare: bool = False) -> None:
         super().__init__()
         width = sizes.width
         self.embedding = nn.Identity() if bare else nn.Embedding(width, width)
-        self.blocks = nn.ModuleList(Block(width, max(1, width // sizes.head), bare) for _ in range(_BLOCKS))
+        self.blocks = nn.ModuleList(ProbeBlock(width, max(1, width // sizes.head), bare) for _ in range(_BLOCKS))
         self.norm = nn.Identity() if bare else nn.LayerNorm(width)
         self.head = nn.Linear(width, width, bias=False)
 
@@ -121,11 +121,11 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def passes(sizes: Sizes, dtype: str, batch: int, device: torch.device) -> dict[str, Probe]:
+def decoder_probes(sizes: ProbeSizes, dtype: str, batch: int, device: torch.device) -> dict[str, Probe]:
     """Make the probes of a small decoder's forward and backward, and of its products alone."""
     shape = (batch, sizes.sequence)
-    facts = counted(sizes, dtype, batch)
-    model, bare = (Decoder(sizes, bare).to(device, DTYPES[dtype]) for bare in (False, True))
+    facts = count_decoder_work(sizes, dtype, batch)
+    model, bare = (ProbeDecoder(sizes, bare).to(device, DTYPES[dtype]) for bare in (False, True))
     tokens = torch.randint(sizes.width, shape, device=device)
     x = torch.randn(*shape, sizes.width, dtype=DTYPES[dtype], device=device).requires_grad_()
     seed = torch.randn_like(x)
@@ -142,13 +142,13 @@ def passes(sizes: Sizes, dtype: str, batch: int, device: torch.device) -> dict[s
     return {f"products/{dtype}/{batch}": Probe(products, facts), f"passes/{dtype}/{batch}": Probe(whole, facts)}
 
 
-def counted(sizes: Sizes, dtype: str, batch: int) -> dict[str, float]:
+def count_decoder_work(sizes: ProbeSizes, dtype: str, batch: int) -> dict[str, float]:
     """Return what forward and backward of the small decoder are of, as the planner counts it for any model."""
     with torch.device("meta"):
-        model = Decoder(sizes).to(DTYPES[dtype])
-    units = units_of(model)
-    shape = ModelShape("decoder", units, spans_of([f"blocks.{i}" for i in range(len(units))]), lambda: model)
-    work = workload(shape, sizes.sequence, batch, dtype=DTYPES[dtype]).units
+        model = ProbeDecoder(sizes).to(DTYPES[dtype])
+    units = get_unit_parameters(model)
+    shape = ModelShape("decoder", units, nested_unit_spans([f"blocks.{i}" for i in range(len(units))]), lambda: model)
+    work = measure_workload(shape, sizes.sequence, batch, dtype=DTYPES[dtype]).units
     return {
         "flops": _PASSES * sum(unit.flops for unit in work),
         "nbytes": float(sum(unit.forward_bytes + unit.backward_bytes for unit in work)),
@@ -156,20 +156,20 @@ def counted(sizes: Sizes, dtype: str, batch: int) -> dict[str, float]:
     }
 
 
-def product(n: int, dtype: str, device: torch.device) -> Probe:
+def product_probe(n: int, dtype: str, device: torch.device) -> Probe:
     """Make the probe of one square product."""
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
     out = torch.empty_like(a)
     return Probe(lambda: torch.mm(a, b.t(), out=out), {"flops": 2.0 * n**3})
 
 
-def update(numel: int, device: torch.device) -> Probe:
+def adamw_probe(numel: int, device: torch.device) -> Probe:
     """Make the probe of AdamW on a flat shard: reads value, gradient and two moments, writes all but the gradient."""
     start, gradient = torch.randn(numel, device=device), torch.randn(numel, device=device)
-    return Probe(Adam(start, gradient).update, {"nbytes": 7 * start.nbytes})
+    return Probe(FlatAdamRun(start, gradient).update, {"nbytes": 7 * start.nbytes})
 
 
-def copies(nbytes: int, device: torch.device) -> dict[str, Probe]:
+def host_copy_probes(nbytes: int, device: torch.device) -> dict[str, Probe]:
     """Make the probes of copies between a device and its host, whose memory is pinned where that is possible."""
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -180,7 +180,7 @@ def copies(nbytes: int, device: torch.device) -> dict[str, Probe]:
     }
 
 
-def collective(door: Communicator, verb: str, nbytes: int) -> Probe:
+def collective_probe(door: Communicator, verb: str, nbytes: int) -> Probe:
     """Make the probe of a collective in bf16 on a buffer of so many bytes, which the others may read in place."""
     numel = max(1, nbytes // 2 // door.size) * door.size
     shard = numel // door.size
@@ -199,7 +199,7 @@ def collective(door: Communicator, verb: str, nbytes: int) -> Probe:
     return Probe(lambda: start().wait(), facts)
 
 
-class Probes:
+class ProbeRank:
     """Take one rank's part; all ranks call the same methods in the same order.
 
     Args:
@@ -209,22 +209,22 @@ class Probes:
     def __init__(self, device: torch.device | str, quick: bool = False) -> None:
         self.world = process_world(device, _TIMEOUT_S)
         self.device = self.world.device
-        self.sizes = Sizes.of(self.device.type, quick)
+        self.sizes = ProbeSizes.of(self.device.type, quick)
         self.all = self.world.communicator(range(self.world.size), "probes")
-        self.levels = levels(self.world.rank, self.world.size, config.launch().local_world_size)
+        self.levels = ranks_by_level(self.world.rank, self.world.size, config.read_launch().local_world_size)
         self.probes = {
             **self._products(),
             **self._links(),
-            **copies(self.sizes.long, self.device),
+            **host_copy_probes(self.sizes.long, self.device),
         }
 
     def _products(self) -> dict[str, Probe]:
         sizes, device = self.sizes, self.device
-        found = {f"large/{dtype}/{n}": product(n, dtype, device) for dtype in sizes.dtypes for n in sizes.large}
+        found = {f"large/{dtype}/{n}": product_probe(n, dtype, device) for dtype in sizes.dtypes for n in sizes.large}
         for dtype in sizes.dtypes:
             for batch in sizes.batches:
-                found |= passes(sizes, dtype, batch, device)
-        return found | {"update": update(sizes.update, device)}
+                found |= decoder_probes(sizes, dtype, batch, device)
+        return found | {"update": adamw_probe(sizes.update, device)}
 
     def _links(self) -> dict[str, Probe]:
         """Make the probes of collectives by level, and of those beside compute on the level with the most traffic."""
@@ -233,7 +233,7 @@ class Probes:
             door = self.world.communicator(ranks, f"probes {level}")
             for verb in VERBS:
                 for size in ("short", "long"):
-                    found[f"{level}/{verb}/{size}"] = collective(door, verb, getattr(self.sizes, size))
+                    found[f"{level}/{verb}/{size}"] = collective_probe(door, verb, getattr(self.sizes, size))
         if self.levels:
             found |= self._beside(self.world.communicator(next(iter(self.levels.values())), "probes beside"))
         return found
@@ -241,7 +241,7 @@ class Probes:
     def _beside(self, door: Communicator) -> dict[str, Probe]:
         """Make the probes of compute, of as long a run of collectives, and of both side by side."""
         dtype, batch = self.sizes.dtypes[0], self.sizes.batches[-1]
-        compute = passes(self.sizes, dtype, batch, self.device)[f"products/{dtype}/{batch}"]
+        compute = decoder_probes(self.sizes, dtype, batch, self.device)[f"products/{dtype}/{batch}"]
         whole = door.buffer(self.sizes.long // 2 // door.size * door.size, torch.bfloat16)
         once = {
             name: self._seconds(call)
@@ -269,7 +269,7 @@ class Probes:
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Return what the slowest rank takes for the third call: the same on all ranks."""
-        visit = local("", call, device=self.device, prepare=self.all.barrier).visit
+        visit = local_contender("", call, device=self.device, prepare=self.all.barrier).visit
         for _ in range(3):
             seconds = visit(1)
         return float(max(self.world.exchange(seconds)))
@@ -280,7 +280,7 @@ class Probes:
 
     def visit(self, name: str, count: int) -> float:
         """Return this rank's seconds for a call of a probe, over ``count`` of them; all ranks begin together."""
-        return local(name, self.probes[name].call, device=self.device, prepare=self.all.barrier).visit(count)
+        return local_contender(name, self.probes[name].call, device=self.device, prepare=self.all.barrier).visit(count)
 
     def place(self) -> dict[str, Any]:
         """Return facts of this rank's device and host."""
@@ -289,7 +289,7 @@ class Probes:
             "name": device.capability().partition(",")[0],
             "memory_bytes": device.memory().total,
             "host_bytes": devices.get("cpu").memory().total,
-            "local": config.launch().local_world_size,
+            "local": config.read_launch().local_world_size,
             "ranks": self.world.size,
             "kind": self.device.type,
         }
@@ -300,13 +300,13 @@ class Probes:
         self.world.close()
 
 
-def levels(rank: int, size: int, local_size: int) -> dict[str, list[int]]:
+def ranks_by_level(rank: int, size: int, local_size: int) -> dict[str, list[int]]:
     """Return by level the ranks that a rank's collectives are with; a level of one rank is left out."""
     here = rank // local_size * local_size
     found = {"local": list(range(here, here + local_size)), "node": list(range(rank % local_size, size, local_size))}
     return {level: ranks for level, ranks in found.items() if len(ranks) > 1}
 
 
-def make(rank: int, size: int, options: Mapping[str, Any]) -> Probes:
+def make(rank: int, size: int, options: Mapping[str, Any]) -> ProbeRank:
     """Make the work for worker.py."""
-    return Probes(options["device"], options["quick"])
+    return ProbeRank(options["device"], options["quick"])

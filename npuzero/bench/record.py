@@ -21,7 +21,7 @@ from npuzero.errors import ConfigError, StorageError
 SCHEMA = 1
 
 
-def typed(arguments: Sequence[str] | None = None) -> str:
+def format_command(arguments: Sequence[str] | None = None) -> str:
     """Return the command that runs this process (or has ``arguments`` behind ``python``), for a record: where a path is
     absolute, it is one of this machine, and PATH stands for it.
     """
@@ -36,7 +36,7 @@ class Record:
     Attributes:
         suite: ``"ops"``, ``"comm"``, ``"step"``, ``"peers"``, ``"install"``.
         command: repeats the run.
-        machine: see :func:`npuzero.bench.fingerprint`.
+        machine: see :func:`npuzero.bench.machine_fingerprint`.
         date: when it began, ISO 8601 in UTC.
         quick: a smoke run, whose figures mean nothing.
     """
@@ -110,7 +110,7 @@ class Record:
         partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(_one_line_a_list(json.dumps(self.as_dict(), indent=1)) + "\n", encoding="utf-8")
+            partial.write_text(_join_list_lines(json.dumps(self.as_dict(), indent=1)) + "\n", encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             raise StorageError(
@@ -129,13 +129,13 @@ def benchmark_as_dict(result: Result) -> dict[str, Any]:
     """
     contenders = {
         name: {
-            "seconds": [_rounded(value) for value in seconds],
+            "seconds": [_round_six_digits(value) for value in seconds],
             "calls": result.calls[name],
             "nbytes": result.nbytes[name],
             "values": result.values[name],
-            "median_s": _rounded(median(seconds)),
-            "gb_per_s": _rounded(result.gb_per_s(name)),
-            "speedup": {key: _rounded(value) for key, value in result.speedup(name).as_dict().items()},
+            "median_s": _round_six_digits(median(seconds)),
+            "gb_per_s": _round_six_digits(result.gb_per_s(name)),
+            "speedup": {key: _round_six_digits(value) for key, value in result.speedup(name).as_dict().items()},
         }
         for name, seconds in result.seconds.items()
     }
@@ -163,11 +163,11 @@ def benchmark_from_dict(entry: dict[str, Any]) -> Result:
     )
 
 
-def _one_line_a_list(text: str) -> str:
+def _join_list_lines(text: str) -> str:
     """Return JSON with each list of plain values on one line."""
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found.group().split()), text)
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_six_digits(value: float | None) -> float | None:
     """Round to six digits; None also for what JSON has no number for."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

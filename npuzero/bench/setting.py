@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npuzero.bench.harness import Contender, local
+from npuzero.bench.harness import Contender, local_contender
 
 ELEMENTS, QUICK_ELEMENTS = 64 * 2**20, 2**20
 OWN = "npuzero"
@@ -18,7 +18,7 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchmarkSetting:
     """Say how much of what is measured, where."""
 
     elements: int = ELEMENTS
@@ -32,7 +32,7 @@ class Setting:
     def contender(self, name: str, call: Callable[[], object], bytes_per_element: int | None, count: int) -> Contender:
         """Make a contender of this device that moves so many bytes for each of ``count`` elements."""
         nbytes = None if bytes_per_element is None else bytes_per_element * count
-        return local(name, call, device=self.device, nbytes=nbytes)
+        return local_contender(name, call, device=self.device, nbytes=nbytes)
 
     def probes(self, *names: str) -> list[Contender]:
         """Probe what the machine can do, on buffers of their own."""

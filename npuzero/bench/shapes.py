@@ -19,17 +19,16 @@ def gpt_shapes(elements: int) -> list[tuple[int, ...]]:
         ConfigError: too few elements for the smallest width.
     """
     width = _STEP
-    if _count(_shapes(width)) > elements:
-        raise ConfigError(
-            "benchmark: elements", expected=f"at least {_count(_shapes(width)):,}, for 400 tensors of a GPT",
-            got=f"{elements:,}", do="Ask for more.",
-        )  # fmt: skip
-    while _count(_shapes(width + _STEP)) <= elements:
+    if _count_elements(_gpt_shapes_of_width(width)) > elements:
+        least = _count_elements(_gpt_shapes_of_width(width))
+        expected = f"at least {least:,}, for 400 tensors of a GPT"
+        raise ConfigError("benchmark: elements", expected=expected, got=f"{elements:,}", do="Ask for more.")
+    while _count_elements(_gpt_shapes_of_width(width + _STEP)) <= elements:
         width += _STEP
-    return _shapes(width)
+    return _gpt_shapes_of_width(width)
 
 
-def _shapes(width: int) -> list[tuple[int, ...]]:
+def _gpt_shapes_of_width(width: int) -> list[tuple[int, ...]]:
     norm: list[tuple[int, ...]] = [(width,), (width,)]
     attention: list[tuple[int, ...]] = [(3 * width, width), (3 * width,), (width, width), (width,)]
     feed_forward: list[tuple[int, ...]] = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
@@ -37,5 +36,5 @@ def _shapes(width: int) -> list[tuple[int, ...]]:
     return [(_VOCABULARY, width), (_POSITIONS, width), *block * _BLOCKS, *norm]
 
 
-def _count(shapes: list[tuple[int, ...]]) -> int:
+def _count_elements(shapes: list[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))

@@ -131,7 +131,7 @@ class Team:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors[-1],
-                    env=config.child_environment(variables),
+                    env=config.build_child_environment(variables),
                     start_new_session=True,  # so that it can be killed with what it started
                 )
             except OSError as error:

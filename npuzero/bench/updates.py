@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from npuzero import ops
 from npuzero.api import AdamW
 from npuzero.bench.harness import Benchmark, check_close, check_equal
-from npuzero.bench.setting import OWN, SEED, Setting
+from npuzero.bench.setting import OWN, SEED, BenchmarkSetting
 from npuzero.bench.shapes import gpt_shapes
 from npuzero.config import Settings
 from npuzero.ops import storage
@@ -25,7 +25,7 @@ _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
 _LOSS_SCALE, _MAX_NORM = 1024.0, 1.0
 
 
-class Adam:
+class FlatAdamRun:
     """Hold Adam's state on one flat buffer, and make one call of npuzero's update of it."""
 
     def __init__(self, start: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
@@ -52,7 +52,7 @@ class Adam:
 
     def _update(self, part: slice, scale: Tensor | None) -> None:
         master, low = self.master[part], None if self.low is None else self.low[part]
-        whole = ops.Segment(
+        whole = ops.AdamSegment(
             0, master.numel(), _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False
         )
         moments = self.exp_avg[part], self.exp_avg_sq[part]
@@ -86,7 +86,7 @@ class Adam:
 MakeAdam = Callable[[Sequence[Tensor], Sequence[Tensor]], torch.optim.Optimizer]
 
 
-def adam_of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeAdam:
+def torch_adam_factory(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeAdam:
     """Make optimizers of this kind, of the benchmarks' hyper-parameters, over leaves whose gradients are given."""
 
     def make(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -97,16 +97,16 @@ def adam_of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeA
     return make
 
 
-torch_adam = adam_of(torch.optim.AdamW, fused=True)
+torch_adam = torch_adam_factory(torch.optim.AdamW, fused=True)
 
 # Of the largest parameter: some units in the last place. torch's norm in float32 takes part of it; updates are 1e-3.
 ADAM_TOLERANCE = 1e-6
 
 
-def flat_adam_flat(setting: Setting) -> Benchmark:
+def benchmark_flat_adam(setting: BenchmarkSetting) -> Benchmark:
     """Compare AdamW on one flat tensor."""
     n = setting.elements
-    own = Adam(setting.random(n), setting.random(n).mul_(0.01))
+    own = FlatAdamRun(setting.random(n), setting.random(n).mul_(0.01))
     parameter = nn.Parameter(own.master)
     fused = torch_adam([parameter], [own.gradient])
 
@@ -134,7 +134,7 @@ def flat_adam_flat(setting: Setting) -> Benchmark:
     )
 
 
-class StoredAdam:
+class StoredAdamRun:
     """Make one call of npuzero's update of bf16 parameters and what is kept beside them, on one flat buffer.
 
     Args:
@@ -142,14 +142,14 @@ class StoredAdam:
     """
 
     def __init__(self, start: Tensor, gradient: Tensor, masters: str, moments: str) -> None:
-        upper, remainder = storage.split(start)
+        upper, remainder = storage.split_halves(start)
         self.low = upper if masters == "fp32" else None
         self.master = start.clone() if masters == "fp32" else upper
         self.remainder = remainder if masters == "split" else None
         dtype = MOMENT_DTYPES[moments]
         stored = (storage.stored_numel(start.numel(), dtype) for _ in range(2))
         exp_avg, exp_avg_sq = (torch.zeros(count, dtype=dtype, device=start.device) for count in stored)
-        self.line = ops.Line(self.master, exp_avg, exp_avg_sq, low=self.low, remainder=self.remainder, seed=SEED)
+        self.line = ops.AdamLine(self.master, exp_avg, exp_avg_sq, low=self.low, remainder=self.remainder, seed=SEED)
         self.gradient, self.step = gradient, 0
         kept = 2 if masters == "none" else 4
         # Read and written, but for the gradient and the rounded copy.
@@ -158,15 +158,17 @@ class StoredAdam:
     def update(self) -> None:
         self.step += 1
         n = self.gradient.numel()
-        whole = ops.Segment(0, n, _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False)
+        whole = ops.AdamSegment(
+            0, n, _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False
+        )
         self.line.update(self.gradient, [whole])
 
     def value(self) -> Tensor:
         """Return the masters in float32."""
-        return self.master.float() if self.remainder is None else storage.join(self.master, self.remainder)
+        return self.master.float() if self.remainder is None else storage.join_halves(self.master, self.remainder)
 
 
-def flat_adam_stored(setting: Setting) -> Benchmark:
+def benchmark_flat_adam_storage(setting: BenchmarkSetting) -> Benchmark:
     """Compare AdamW on bf16 parameters, with what is kept beside them in fewer and fewer bits."""
     n = setting.elements
     start, gradient = setting.random(n), setting.random(n, dtype=torch.bfloat16).mul_(0.01)
@@ -178,7 +180,7 @@ def flat_adam_stored(setting: Setting) -> Benchmark:
         "no masters, bf16 moments": ("none", "bf16"),
         "no masters, int8 moments": ("none", "int8"),
     }
-    ways = {name: StoredAdam(start, gradient, *kind) for name, kind in kinds.items()}
+    ways = {name: StoredAdamRun(start, gradient, *kind) for name, kind in kinds.items()}
 
     def check() -> str:
         for way in ways.values():
@@ -204,20 +206,20 @@ def flat_adam_stored(setting: Setting) -> Benchmark:
     )
 
 
-def flat_adam_tensors(setting: Setting) -> Benchmark:
+def benchmark_flat_adam_tensors(setting: BenchmarkSetting) -> Benchmark:
     """Compare AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters
     out.
     """
     shapes = gpt_shapes(setting.elements)
     sizes = [math.prod(shape) for shape in shapes]
     n = sum(sizes)
-    flat = Adam(setting.random(n), setting.random(n).mul_(0.01))
+    flat = FlatAdamRun(setting.random(n), setting.random(n).mul_(0.01))
     parameters, gradients = (
         [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
         for whole in (flat.master, flat.gradient)
     )
     parameters = [nn.Parameter(parameter) for parameter in parameters]
-    ways = {"torch fused": torch_adam(parameters, gradients), OWN: adam_of(AdamW)(parameters, gradients)}
+    ways = {"torch fused": torch_adam(parameters, gradients), OWN: torch_adam_factory(AdamW)(parameters, gradients)}
     most = Settings().bucket_bytes // 4
 
     def update_flats() -> None:
@@ -248,7 +250,7 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
     )
 
 
-class Passes:
+class MixedStepPasses:
     """Take the mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing
     besides.
 
@@ -258,7 +260,7 @@ class Passes:
         adam: makes the optimizer of leaves whose gradients are the second tensors.
     """
 
-    def __init__(self, own: Adam, wide: Tensor, adam: MakeAdam) -> None:
+    def __init__(self, own: FlatAdamRun, wide: Tensor, adam: MakeAdam) -> None:
         assert own.low is not None
         self.master, self.gradient, self.wide, self.low = nn.Parameter(own.master), own.gradient, wide, own.low
         self.adam = adam([self.master], [self.wide])
@@ -275,7 +277,7 @@ class Passes:
         self.wide.mul_((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
 
 
-class PlainPasses(Passes):
+class PlainStepPasses(MixedStepPasses):
     """Take the same passes with torch's function for clipping, and unscaling before it."""
 
     def clip(self) -> None:
@@ -283,7 +285,7 @@ class PlainPasses(Passes):
         nn.utils.clip_grad_norm_([self.master], _MAX_NORM)
 
 
-def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyType({})) -> Benchmark:
+def benchmark_mixed_step(setting: BenchmarkSetting, others: Mapping[str, MakeAdam] = MappingProxyType({})) -> Benchmark:
     """Compare bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters.
 
     Args:
@@ -293,7 +295,7 @@ def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyTy
     start = setting.random(n)
     gradient = setting.random(n, dtype=torch.bfloat16)
     low = torch.empty_like(gradient)
-    own = Adam(start, gradient, low)
+    own = FlatAdamRun(start, gradient, low)
     found, scale = torch.zeros(2, dtype=torch.float64, device=setting.device), torch.ones(1, device=setting.device)
 
     def step() -> None:
@@ -304,9 +306,9 @@ def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyTy
 
     wide = torch.empty_like(start)
     passes = {
-        "torch passes": PlainPasses(own, wide, torch_adam),
-        "torch passes, unscale and clip in one": Passes(own, wide, torch_adam),
-        **{name: Passes(own, wide, adam) for name, adam in others.items()},
+        "torch passes": PlainStepPasses(own, wide, torch_adam),
+        "torch passes, unscale and clip in one": MixedStepPasses(own, wide, torch_adam),
+        **{name: MixedStepPasses(own, wide, adam) for name, adam in others.items()},
     }
 
     def check() -> str:
@@ -316,7 +318,7 @@ def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyTy
         def check_result(name: str, rounding: str) -> None:
             check_close(f"the mixed step of {name}", own.master, want, tolerance=ADAM_TOLERANCE)
             rounded = torch.empty_like(low)
-            cast_reference.cast(own.master, rounded, rounding, 0, 0)
+            cast_reference.reference_cast(own.master, rounded, rounding, 0, 0)
             check_equal(f"the rounded parameters of {name}", low, rounded)
 
         step()

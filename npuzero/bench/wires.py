@@ -12,7 +12,7 @@ import torch
 
 from npuzero import _native, ops
 from npuzero.bench.harness import Benchmark, check_equal
-from npuzero.bench.setting import OWN, Setting
+from npuzero.bench.setting import OWN, BenchmarkSetting
 from npuzero.ops.reference import dequantize_sum as sum_reference
 from npuzero.ops.reference import quantize as reference
 
@@ -23,7 +23,7 @@ _TORCH = "torch, op by op"
 _PART = 2**20  # elements that are compared with the reference, which takes a hundred bytes for each
 
 
-def quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: Setting) -> Benchmark:
+def benchmark_quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to round a flat buffer to codes in blocks, of the wire's format or (torch's) a byte each."""
     n = setting.elements
     source = setting.random(n, dtype=dtype)
@@ -44,7 +44,7 @@ def quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: Setting) ->
         part = source[: min(n, _PART)]
         want = torch.zeros(_native.message_bytes(part.numel(), bits), dtype=torch.uint8, device=setting.device)
         rest = None if residual is None else torch.zeros_like(part, dtype=torch.float32)
-        reference.quantize(part, want, bits, 1, rest)
+        reference.reference_quantize(part, want, bits, 1, rest)
         own()
         codes = part.numel() * bits // 8
         check_equal("quantize", message[:codes], want[:codes])
@@ -55,10 +55,12 @@ def quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: Setting) ->
     nbytes = dtype.itemsize * n + n * bits // 8 + 8 * n * fed_back
     name = f"quantize/{_NAMES[dtype]}/int{bits}{'/residual' * fed_back}"
     title = f"quantize {_NAMES[dtype]} to int{bits}{', with residual' * fed_back}"
-    return _benchmark(setting, name, title, own, passes, nbytes, check)
+    return _wire_benchmark(setting, name, title, own, passes, nbytes, check)
 
 
-def dequantize_sum(dtype: torch.dtype, bits: int, rows: int, accumulate: bool, setting: Setting) -> Benchmark:
+def benchmark_dequantize_sum(
+    dtype: torch.dtype, bits: int, rows: int, accumulate: bool, setting: BenchmarkSetting
+) -> Benchmark:
     """Compare ways to the sum of rows of messages; torch's reads a byte for each code."""
     n = setting.elements
     size = _native.message_bytes(n, bits)
@@ -88,7 +90,7 @@ def dequantize_sum(dtype: torch.dtype, bits: int, rows: int, accumulate: bool, s
         few[:, :split] = whole[:, :split]
         few[:, split : split + 2 * blocks] = whole[:, n * bits // 8 : n * bits // 8 + 2 * blocks]
         want = torch.zeros(part, dtype=dtype, device=setting.device)
-        sum_reference.dequantize_sum(few.view(-1), want, bits, rows, 1, accumulate)
+        sum_reference.reference_dequantize_sum(few.view(-1), want, bits, rows, 1, accumulate)
         out.zero_()
         own()
         check_equal("dequantize_sum", out[:part], want)
@@ -97,11 +99,11 @@ def dequantize_sum(dtype: torch.dtype, bits: int, rows: int, accumulate: bool, s
     nbytes = rows * n * bits // 8 + dtype.itemsize * n * (1 + accumulate)
     name = f"dequantize_sum/int{bits}/{rows}/{_NAMES[dtype]}{'/accumulate' * accumulate}"
     title = f"{'add' if accumulate else 'sum'} {rows} x int{bits} to {_NAMES[dtype]}"
-    return _benchmark(setting, name, title, own, passes, nbytes, check)
+    return _wire_benchmark(setting, name, title, own, passes, nbytes, check)
 
 
-def _benchmark(
-    setting: Setting,
+def _wire_benchmark(
+    setting: BenchmarkSetting,
     name: str,
     title: str,
     own: Callable[[], None],
@@ -123,15 +125,15 @@ def _benchmark(
     )
 
 
-def _cases() -> dict[str, Callable[[Setting], Benchmark]]:
-    made: dict[str, Callable[[Setting], Benchmark]] = {}
+def _wire_benchmarks() -> dict[str, Callable[[BenchmarkSetting], Benchmark]]:
+    made: dict[str, Callable[[BenchmarkSetting], Benchmark]] = {}
     for dtype, name in _NAMES.items():
         for bits in _BLOCK:
-            made[f"quantize/{name}/int{bits}"] = partial(quantize, dtype, bits, False)
-    made["quantize/fp32/int4/residual"] = partial(quantize, torch.float32, 4, True)
+            made[f"quantize/{name}/int{bits}"] = partial(benchmark_quantize, dtype, bits, False)
+    made["quantize/fp32/int4/residual"] = partial(benchmark_quantize, torch.float32, 4, True)
     for bits, rows, dtype, accumulate in _SUMS:
         name = f"dequantize_sum/int{bits}/{rows}/{_NAMES[dtype]}{'/accumulate' * accumulate}"
-        made[name] = partial(dequantize_sum, dtype, bits, rows, accumulate)
+        made[name] = partial(benchmark_dequantize_sum, dtype, bits, rows, accumulate)
     return made
 
 
@@ -145,4 +147,4 @@ _SUMS = (
     (4, 2, torch.float32, True),
 )
 #: What makes each benchmark, by its name.
-WIRES = _cases()
+WIRES = _wire_benchmarks()

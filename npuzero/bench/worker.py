@@ -33,43 +33,43 @@ def main() -> int:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        serve(sys.argv[1], channel)
+        serve_team(sys.argv[1], channel)
     except BaseException as error:
         traceback.print_exc()
-        say(channel, error=f"{type(error).__name__}: {error}")
+        send_line(channel, error=f"{type(error).__name__}: {error}")
         return 1
     return 0
 
 
-def serve(source: str, channel: TextIO) -> None:
+def serve_team(source: str, channel: TextIO) -> None:
     """Answer one line per line until told to quit, or until the Team is gone."""
     start = json.loads(sys.stdin.readline())
-    make = load(source).make
-    reset = reset_peak()
-    baseline_bytes = status_bytes()["VmRSS"]
+    make = load_work_module(source).make
+    reset = reset_peak_memory()
+    baseline_bytes = read_status_bytes()["VmRSS"]
     work = make(start["rank"], start["size"], start["options"])
-    say(channel, answer="ready")
+    send_line(channel, answer="ready")
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["do"] == "quit":
             getattr(work, "close", lambda: None)()
-            say(channel, answer="gone")
+            send_line(channel, answer="gone")
             return
         if asked["do"] == "run":
-            say(channel, answer=visit(work, asked["count"]))
+            send_line(channel, answer=time_calls(work, asked["count"]))
         elif asked["do"] == "memory":
-            say(channel, answer=memory(baseline_bytes, reset))
+            send_line(channel, answer=read_memory(baseline_bytes, reset))
         else:
-            say(channel, answer=getattr(work, asked["do"])(**asked["arguments"]))
+            send_line(channel, answer=getattr(work, asked["do"])(**asked["arguments"]))
 
 
-def say(channel: TextIO, **words: Any) -> None:
+def send_line(channel: TextIO, **words: Any) -> None:
     """Say one line to the Team."""
     channel.write(json.dumps(words) + "\n")
     channel.flush()
 
 
-def load(source: str) -> Any:
+def load_work_module(source: str) -> Any:
     """Load the module of a file's path, or of that name."""
     if not source.endswith(".py"):
         return importlib.import_module(source)
@@ -84,7 +84,7 @@ def load(source: str) -> Any:
     return module
 
 
-def visit(work: Any, count: int) -> float:
+def time_calls(work: Any, count: int) -> float:
     """Return the seconds per call."""
     getattr(work, "prepare", lambda: None)()
     synchronize = getattr(work, "synchronize", lambda: None)
@@ -96,13 +96,13 @@ def visit(work: Any, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
+def read_memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
     """Return bytes resident: when the work's file was imported and nothing made yet, now, and at the most since then.
 
     ``peak_is_since_baseline`` is False where the system does not let a process start its peak anew: then the peak may
     be one of importing.
     """
-    found = status_bytes()
+    found = read_status_bytes()
     return {
         "baseline_bytes": baseline_bytes,
         "now_bytes": found["VmRSS"],
@@ -112,13 +112,13 @@ def memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
     }
 
 
-def status_bytes() -> dict[str, int]:
+def read_status_bytes() -> dict[str, int]:
     """Return the sizes in /proc/self/status, by its names."""
     lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def reset_peak() -> bool:
+def reset_peak_memory() -> bool:
     """Start VmHWM anew, where the system allows it; see proc(5)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")

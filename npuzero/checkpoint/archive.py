@@ -35,67 +35,69 @@ def item_bytes(nbytes: int) -> int:
 
 def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[bytes, bytes]:
     """Return what stands around the elements of a contiguous tensor whose bytes have the CRC-32 ``crc``."""
-    head, tail, places = _template(dtype, tuple(sizes))
+    head, tail, places = _item_template(dtype, tuple(sizes))
     summed = struct.pack("<I", crc)
     head, tail = (part[:place] + summed + part[place + 4 :] for part, place in zip((head, tail), places, strict=True))
     return head, tail
 
 
 @lru_cache(maxsize=4096)
-def _template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int]]:
+def _item_template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int]]:
     """Return head, tail, and where in each the checksum of the elements goes."""
     nbytes = math.prod(sizes) * dtype.itemsize
-    pickled = _pickled(dtype, sizes)
-    first = _local(b"archive/data.pkl", pickled) + pickled
+    pickled = _pickle_tensor(dtype, sizes)
+    first = _local_record(b"archive/data.pkl", pickled) + pickled
     local = _LOCAL.size + len(_DATA)
     padding = HEAD - len(first) - local
     if padding < 4:
         raise ValueError(f"a tensor of {len(sizes)} dimensions does not fit into a header of {HEAD} bytes")
-    data = _fields(_DATA, 0, nbytes, padding)
+    data = _record_fields(_DATA, 0, nbytes, padding)
     head = first + _LOCAL.pack(b"PK\3\4", *data) + _DATA + struct.pack("<2sH", b"FB", padding - 4) + bytes(padding - 4)
     names = {b"archive/version": b"3\n", b"archive/byteorder": b"little"}
     starts, tail = [], b""
     for name, content in names.items():
         starts.append(HEAD + nbytes + len(tail))
-        tail += _local(name, content) + content
+        tail += _local_record(name, content) + content
     directory = HEAD + nbytes + len(tail)
-    tail += _central(b"archive/data.pkl", _fields(b"archive/data.pkl", zlib.crc32(pickled), len(pickled)), 0)
+    tail += _central_record(
+        b"archive/data.pkl", _record_fields(b"archive/data.pkl", zlib.crc32(pickled), len(pickled)), 0
+    )
     place = len(tail) + 16  # of the checksum in a central record
-    tail += _central(_DATA, _fields(_DATA, 0, nbytes), len(first))
+    tail += _central_record(_DATA, _record_fields(_DATA, 0, nbytes), len(first))
     for start, (name, content) in zip(starts, names.items(), strict=True):
-        tail += _central(name, _fields(name, zlib.crc32(content), len(content)), start)
+        tail += _central_record(name, _record_fields(name, zlib.crc32(content), len(content)), start)
     comment = TAIL - len(tail) - _END.size
     size = HEAD + nbytes + len(tail) - directory
     tail += _END.pack(b"PK\5\6", 0, 0, 4, 4, size, directory, comment) + bytes(comment)
     return head, tail, (len(first) + 14, place)
 
 
-def _fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
+def _record_fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
     """Return what a local and a central record share: stored, no date, checksum, sizes, lengths of name and extra."""
     return 20, 0, 0, 0, 33, crc, nbytes, nbytes, len(name), extra
 
 
-def _local(name: bytes, content: bytes) -> bytes:
-    return _LOCAL.pack(b"PK\3\4", *_fields(name, zlib.crc32(content), len(content))) + name
+def _local_record(name: bytes, content: bytes) -> bytes:
+    return _LOCAL.pack(b"PK\3\4", *_record_fields(name, zlib.crc32(content), len(content))) + name
 
 
-def _central(name: bytes, fields: tuple[int, ...], start: int) -> bytes:
+def _central_record(name: bytes, fields: tuple[int, ...], start: int) -> bytes:
     return _CENTRAL.pack(b"PK\1\2", 20, *fields, 0, 0, 0, 0, start) + name
 
 
-class _Storage:
+class _PickledStorage:
     """Stand in the pickle for the elements, which lie in a record of their own."""
 
     def __init__(self, nbytes: int) -> None:
         self.key = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
 
 
-class _Tensor:
+class _PickledTensor:
     """Pickle as a contiguous tensor does in torch.save."""
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         strides = [math.prod(max(1, size) for size in sizes[i + 1 :]) for i in range(len(sizes))]
-        storage = _Storage(math.prod(sizes) * dtype.itemsize)
+        storage = _PickledStorage(math.prod(sizes) * dtype.itemsize)
         hooks: OrderedDict[str, object] = OrderedDict()
         self.parts = storage, 0, sizes, tuple(strides), False, hooks, dtype
 
@@ -103,14 +105,14 @@ class _Tensor:
         return torch._utils._rebuild_tensor_v3, self.parts
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return obj.key if isinstance(obj, _Storage) else None
+        return obj.key if isinstance(obj, _PickledStorage) else None
 
 
-def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+def _pickle_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     written = io.BytesIO()
-    _Pickler(written, protocol=2).dump(_Tensor(dtype, sizes))
+    _TensorPickler(written, protocol=2).dump(_PickledTensor(dtype, sizes))
     return written.getvalue()
 
 
@@ -119,12 +121,12 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 _POLYNOMIAL = 0xEDB88320
 
 
-def chain(crc: int, crc_after: int, nbytes_after: int) -> int:
+def combine_crc32(crc: int, crc_after: int, nbytes_after: int) -> int:
     """Return the CRC-32 of ``a + b`` from that of ``a``, and that and the length of ``b``."""
-    return _times(_power(nbytes_after), crc) ^ crc_after
+    return _gf2_multiply(_gf2_power(nbytes_after), crc) ^ crc_after
 
 
-def _times(a: int, b: int) -> int:
+def _gf2_multiply(a: int, b: int) -> int:
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -134,18 +136,18 @@ def _times(a: int, b: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _power(nbytes: int) -> int:
+def _gf2_power(nbytes: int) -> int:
     """Return x to the number of bits."""
     power = 1 << 31
-    for square in _squares(nbytes):
-        power = _times(square, power)
+    for square in _gf2_squares(nbytes):
+        power = _gf2_multiply(square, power)
     return power
 
 
-def _squares(nbytes: int) -> Iterator[int]:
+def _gf2_squares(nbytes: int) -> Iterator[int]:
     square = 1 << 23  # x^8
     while nbytes:
         if nbytes & 1:
             yield square
-        square = _times(square, square)
+        square = _gf2_multiply(square, square)
         nbytes >>= 1

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from npuzero.shard.snapshot import Kept, Later, Snapshot
+from npuzero.shard.snapshot import KeptPart, Later, StateSnapshot
 
 #: Copies lie in blocks of so many bytes, or of as many as one of them has.
 _BLOCK_BYTES = 64 << 20
 
 
-class Copies:
+class SnapshotMemory:
     """Lend host memory for one snapshot after the other: kept in between, since fresh pages take long.
 
     Attributes:
@@ -41,19 +41,19 @@ class Copies:
         return memory.view(values.dtype).copy_(values)
 
 
-class Beside(Snapshot):
+class BackgroundSnapshot(StateSnapshot):
     """Take a snapshot: copy what lies in memory, keep where it is what lies on a disk, until all is released."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: SnapshotMemory) -> None:
         copies.rewind()
         self._copies = copies
-        self._kept: list[Kept] = []
+        self._kept: list[KeptPart] = []
 
     def copied(self, values: Tensor) -> Later:
         copy = self._copies.copy(values)
         return lambda: copy
 
-    def kept(self, keep: Callable[[], Kept | None]) -> Kept | None:
+    def kept(self, keep: Callable[[], KeptPart | None]) -> KeptPart | None:
         kept = keep()
         if kept is not None:
             self._kept.append(kept)

@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """Describe an axis-aligned part of a tensor: its offset and its size in each dimension."""
 
     offsets: tuple[int, ...]
@@ -23,46 +23,46 @@ class Box:
     def __contains__(self, place: Sequence[int]) -> bool:
         return all(o <= at < o + n for o, n, at in zip(self.offsets, self.sizes, place, strict=True))
 
-    def after(self, row: int) -> Box:
+    def after(self, row: int) -> TensorBox:
         """Return this box in a tensor that has ``row`` more rows before."""
-        return Box((self.offsets[0] + row, *self.offsets[1:]), self.sizes) if row else self
+        return TensorBox((self.offsets[0] + row, *self.offsets[1:]), self.sizes) if row else self
 
 
-def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[Box]:
+def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[TensorBox]:
     """Return the elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.
 
     Each box is itself a contiguous range. There are at most ``2 * dimensions - 1`` of them, one more for each time
     that a box is cut further to keep within ``limit`` elements.
     """
     shape = tuple(shape)
-    return [part for box in _cover(shape, begin, end) for part in _within(box, limit)]
+    return [part for box in _boxes_of_range(shape, begin, end) for part in _split_box(box, limit)]
 
 
-def _cover(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[TensorBox]:
     if begin >= end:
         return
     if not shape:
-        yield Box((), ())
+        yield TensorBox((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # inside one row
-        yield from _row(shape, last, begin - last * row, end - last * row)
+        yield from _boxes_of_row(shape, last, begin - last * row, end - last * row)
         return
-    yield from _row(shape, first - 1, begin - (first - 1) * row, row)
+    yield from _boxes_of_row(shape, first - 1, begin - (first - 1) * row, row)
     if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _row(shape, last, 0, end - last * row)
+        yield TensorBox((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _boxes_of_row(shape, last, 0, end - last * row)
 
 
-def _row(shape: tuple[int, ...], index: int, begin: int, end: int) -> Iterator[Box]:
+def _boxes_of_row(shape: tuple[int, ...], index: int, begin: int, end: int) -> Iterator[TensorBox]:
     """Yield the elements ``[begin, end)`` of row ``index``; a whole row is left to the caller."""
     if 0 < end - begin < math.prod(shape[1:]):
-        for box in _cover(shape[1:], begin, end):
-            yield Box((index, *box.offsets), (1, *box.sizes))
+        for box in _boxes_of_range(shape[1:], begin, end):
+            yield TensorBox((index, *box.offsets), (1, *box.sizes))
 
 
-def _within(box: Box, limit: int | None) -> Iterator[Box]:
+def _split_box(box: TensorBox, limit: int | None) -> Iterator[TensorBox]:
     if limit is None or box.numel <= limit:
         yield box
         return
@@ -72,14 +72,14 @@ def _within(box: Box, limit: int | None) -> Iterator[Box]:
     for start in range(0, size, step):
         offsets = (*box.offsets[:axis], box.offsets[axis] + start, *box.offsets[axis + 1 :])
         sizes = (*box.sizes[:axis], min(step, size - start), *box.sizes[axis + 1 :])
-        yield from _within(Box(offsets, sizes), limit)
+        yield from _split_box(TensorBox(offsets, sizes), limit)
 
 
 #: A misfit is looked for in so many steps a box at most.
 _STEPS = 4096
 
 
-def misfit(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+def find_coverage_error(shape: Sequence[int], boxes: Sequence[TensorBox]) -> tuple[int, ...] | None:
     """Return an element that does not lie in exactly one of ``boxes``; None if each does.
 
     Args:
@@ -93,19 +93,19 @@ def misfit(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | None
     if min(len(boxes), 1 << len(axes)) > _STEPS:
         raise ValueError(f"{len(boxes)} parts of shape {tuple(shape)}, cut along {len(axes)} dimensions")
     if len(boxes) > 1 << len(axes):
-        return _by_corners(shape, boxes, axes)
+        return _find_by_corners(shape, boxes, axes)
     pairs = ((tuple(map(max, a.offsets, b.offsets)), a, b) for a, b in combinations(boxes, 2))
     return next((first for first, a, b in pairs if first in a and first in b), None)
 
 
-def _by_corners(shape: Sequence[int], boxes: Sequence[Box], axes: Sequence[int]) -> tuple[int, ...] | None:
+def _find_by_corners(shape: Sequence[int], boxes: Sequence[TensorBox], axes: Sequence[int]) -> tuple[int, ...] | None:
     """Return the first element that does not lie in exactly one.
 
     What a box adds begins at its first corner and ends behind its last one: in how many boxes elements lie follows from
     the boxes' corners, each with its sign, and is one everywhere just where they add up to the corners of the whole.
     """
     corners = Counter[tuple[int, ...]]()
-    for box, sign in [(Box((0,) * len(shape), tuple(shape)), -1), *((box, 1) for box in boxes)]:
+    for box, sign in [(TensorBox((0,) * len(shape), tuple(shape)), -1), *((box, 1) for box in boxes)]:
         for far in product((False, True), repeat=len(axes)):
             corner = tuple(box.offsets[a] + box.sizes[a] * end for a, end in zip(axes, far, strict=True))
             corners[corner] += -sign if sum(far) % 2 else sign

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from npuzero.checkpoint.export import FILE_BYTES, Facts, Writer
+from npuzero.checkpoint.export import FILE_BYTES, Facts, SafetensorsWriter
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import MODEL
-from npuzero.checkpoint.public import resolved
-from npuzero.checkpoint.source import Source, Wanted
+from npuzero.checkpoint.public import resolve_checkpoint
+from npuzero.checkpoint.source import CheckpointReader, ReadRequest
 from npuzero.errors import CheckpointError
 from npuzero.shard.cuts import PIECE
 
@@ -28,7 +28,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
         CheckpointError: there is no checkpoint, it is damaged, or has no model.
         StorageError: the files cannot be written.
     """
-    source = Source(resolved(folder))
+    source = CheckpointReader(resolve_checkpoint(folder))
     found: dict[object, str] = {}
     for key, described in source.tensors.items():
         if key.startswith(f"{MODEL}.") and type(described) is Tensors:
@@ -45,10 +45,10 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
         stored = source.tensors[key].properties.dtype
         kind = dtype if dtype is not None and stored.is_floating_point else stored
         facts.append((key.removeprefix(f"{MODEL}."), kind, tuple(source.tensors[key].size)))
-    with Writer(path, facts, file_bytes) as writer:
+    with SafetensorsWriter(path, facts, file_bytes) as writer:
         for key, (_, kind, shape) in zip(found.values(), facts, strict=True):
             whole = torch.empty(shape, dtype=source.tensors[key].properties.dtype)
-            source.fill([Wanted.all_of(key, whole)])
+            source.fill([ReadRequest.all_of(key, whole)])
             for piece in whole.reshape(-1).split(PIECE):
                 writer.put(piece, kind)
         writer.commit()

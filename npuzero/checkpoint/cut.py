@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import planner
 
 from npuzero.checkpoint import parts
-from npuzero.checkpoint.boxes import Box
-from npuzero.checkpoint.metadata import Chunk, Index, properties
-from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part, Piece
-from npuzero.checkpoint.stages import Share, groups_of
+from npuzero.checkpoint.boxes import TensorBox
+from npuzero.checkpoint.metadata import Chunk, Index, tensor_properties
+from npuzero.checkpoint.parts import MODEL, OPTIMIZER, CutOptimizer, SavedPart, SavedTensor, SlotPiece, UnshardedEntry
+from npuzero.checkpoint.stages import StageShare, merge_group_names
 from npuzero.errors import CheckpointError, StateError
 from npuzero.plan import STAGE
 from npuzero.shard.engine import Engine
-from npuzero.shard.everyone import of_stages
+from npuzero.shard.everyone import pick_per_stage
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.flat import Flat
-from npuzero.shard.lag import LAGGING, warn_of_lag
-from npuzero.shard.snapshot import NOW, Later, Snapshot
-from npuzero.shard.tiles import Rows, rows_of
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.lag import LAGGING, warn_of_delay
+from npuzero.shard.snapshot import NOW, Later, StateSnapshot
+from npuzero.shard.tiles import TileRows, find_tile_rows
 
 
 class CutTensor(torch.Tensor):
@@ -35,10 +35,10 @@ class CutTensor(torch.Tensor):
         boxes: what this rank has, in the order of the elements: each box and a tensor of its sizes.
     """
 
-    boxes: list[tuple[Box, Tensor]]
+    boxes: list[tuple[TensorBox, Tensor]]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, own: Tensor, boxes: list[tuple[Box, Tensor]]) -> CutTensor:
+    def __new__(cls, shape: torch.Size, own: Tensor, boxes: list[tuple[TensorBox, Tensor]]) -> CutTensor:
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
         made.boxes = boxes
         return made
@@ -60,7 +60,7 @@ class CutTensor(torch.Tensor):
             planner.WriteItem(
                 Index(fqn, chunk.offsets),
                 planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties(self.dtype), self.size()),
+                tensor_data=planner.TensorWriteData(chunk, tensor_properties(self.dtype), self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -92,20 +92,20 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         dcp.save(state, checkpoint_id="dcp")
     """
     engine = engine_of(model)
-    cut_optimizer = parts.optimizer_of(model, optimizer)
+    cut_optimizer = parts.get_cut_optimizer(model, optimizer)
     engine.values.settle()
-    share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
-    shares = [Share(**facts) for facts in of_stages(engine.mesh, engine.mesh.world.exchange(share))]
+    share = None if engine.mesh.index(STAGE) else asdict(parts.describe_stage(model, cut_optimizer))
+    shares = [StageShare(**facts) for facts in pick_per_stage(engine.mesh, engine.mesh.world.exchange(share))]
     state: dict[str, Any] = {MODEL: {entry.path[1]: entry.value for entry in parts.model_entries(model)}}
-    _add_cut(state, parts.model_parts(model, engine))
+    _add_cut_tensors(state, parts.model_parts(model, engine))
     if cut_optimizer is not None:
-        names = groups_of(shares, "state_dict")
+        names = merge_group_names(shares, "state_dict")
         groups = [{**g, "params": own} for g, own in zip(cut_optimizer.param_groups, names, strict=True)]
         state[OPTIMIZER] = {"state": {}, "param_groups": groups}
         tensors, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
         if not tensors and not numbers:
-            tensors, numbers = _zeros(model, engine, cut_optimizer)
-        _add_cut(state, tensors)
+            tensors, numbers = _zero_states(model, engine, cut_optimizer)
+        _add_cut_tensors(state, tensors)
         for entry in numbers:
             _, _, name, kind = entry.path
             state[OPTIMIZER]["state"].setdefault(name, {})[kind] = entry.value
@@ -132,7 +132,7 @@ def load_state_dict(
         npuzero.checkpoint.load_state_dict(model, optimizer, state=state)
     """
     engine = engine_of(model)
-    cut_optimizer = parts.optimizer_of(model, optimizer)
+    cut_optimizer = parts.get_cut_optimizer(model, optimizer)
     engine.values.settle()
     engine.lag.forget()
     # Masters first, from which the parameters that rest follow at the end, by R4 on all ranks at once: between the two
@@ -141,22 +141,22 @@ def load_state_dict(
         begin, end = part.rest.range
         values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)
         for cut in part.cuts:
-            _copy_own(state[MODEL], str(cut.paths[0][1]), cut.piece, begin, values)
-        parts.write(part, slice(0, end - begin), values)
+            _copy_own_boxes(state[MODEL], str(cut.paths[0][1]), cut.piece, begin, values)
+        parts.write_saved_part(part, slice(0, end - begin), values)
     for entry in parts.model_entries(model):
         if isinstance(entry.value, Tensor):
             entry.value.copy_(state[MODEL][entry.path[1]])
     if cut_optimizer is not None:
         for group, options in zip(cut_optimizer.param_groups, state[OPTIMIZER]["param_groups"], strict=True):
             group.update((key, value) for key, value in options.items() if key != "params")
-        warn_of_lag(state[OPTIMIZER]["state"].values(), engine.lag)
-        tiles = rows_of(model)
+        warn_of_delay(state[OPTIMIZER]["state"].values(), engine.lag)
+        tiles = find_tile_rows(model)
         for flat in engine.flats():
-            _load_states(engine, cut_optimizer, flat, tiles, state[OPTIMIZER]["state"])
+            _load_flat_states(engine, cut_optimizer, flat, tiles, state[OPTIMIZER]["state"])
     engine.values.restore_parameters()
 
 
-def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
+def _add_cut_tensors(state: dict[str, Any], tensors: Sequence[SavedPart]) -> None:
     for part in tensors:
         begin, end = part.rest.range
         values = part.later(slice(0, end - begin), NOW)()
@@ -171,54 +171,60 @@ def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
                     there.boxes += made.boxes
 
 
-def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+def _zero_states(
+    model: nn.Module, engine: Engine, optimizer: CutOptimizer
+) -> tuple[list[SavedPart], list[UnshardedEntry]]:
     """Return the states that an optimizer will have: a step of 0, and moments of zeros; where updates are delayed the
     parameters as well, which are not behind any.
     """
-    tiles = rows_of(model)
+    tiles = find_tile_rows(model)
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
-        pieces = zip(parts.pieces_of(flat, tiles), flat.parameters, strict=True)
+        pieces = zip(parts.slot_pieces(flat, tiles), flat.parameters, strict=True)
         own = [piece for piece, parameter in pieces if id(parameter) in members]
         for name in (*optimizer.state_names(), *([LAGGING] if engine.lag else [])):
             paths = [(OPTIMIZER, "state", piece.whole.name, name) for piece in own]
             if name == "step":
-                numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
+                numbers += [UnshardedEntry(path, torch.tensor(0.0)) for path in paths]
             elif own:
                 values = torch.zeros(flat.rests.states.numel, device=engine.device)
                 if name == LAGGING:
                     values = optimizer.cut_buffer(flat, name, slice(0, values.numel()), NOW)()
-                cuts = tuple(Cut((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
-                tensors.append(Part(flat, flat.rests.states, cuts, partial(_copied, values)))
+                cuts = tuple(SavedTensor((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
+                tensors.append(SavedPart(flat, flat.rests.states, cuts, partial(_snapshot_slice, values)))
     return tensors, numbers
 
 
-def _copied(values: Tensor, own: slice, snapshot: Snapshot) -> Later:
+def _snapshot_slice(values: Tensor, own: slice, snapshot: StateSnapshot) -> Later:
     return snapshot.copied(values[own])
 
 
-def _load_states(
-    engine: Engine, optimizer: CutOptimizer, flat: Flat, tiles: Mapping[str, Rows], loaded: Mapping[str, Any]
+def _load_flat_states(
+    engine: Engine,
+    optimizer: CutOptimizer,
+    flat: FlatParameter,
+    tiles: Mapping[str, TileRows],
+    loaded: Mapping[str, Any],
 ) -> None:
     begin, end = flat.rests.states.range
     buffers: dict[str, Tensor] = {}
     slots: parts.SlotStates = []
-    for piece in parts.pieces_of(flat, tiles):
+    for piece in parts.slot_pieces(flat, tiles):
         state: dict[str, float | None] = {}
         own = loaded.get(piece.whole.name, {})
         for name, value in own.items():
             state[name] = None if isinstance(value, CutTensor) else float(value)
             if state[name] is None:
                 buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.device))
-                _copy_own(own, name, piece, begin, buffer)
+                _copy_own_boxes(own, name, piece, begin, buffer)
         slots.append(state)
     for name in optimizer.load_cut_state(engine, flat, slots):
         values = buffers[name] if name in buffers else torch.zeros(end - begin, device=engine.device)
         optimizer.write_cut_buffer(flat, name, slice(0, end - begin), values)
 
 
-def _copy_own(state: Mapping[str, Any], name: str, piece: Piece, begin: int, values: Tensor) -> None:
+def _copy_own_boxes(state: Mapping[str, Any], name: str, piece: SlotPiece, begin: int, values: Tensor) -> None:
     found = state.get(name)
     targets = dict(piece.own_boxes(begin, values))
     sources = dict(found.boxes) if isinstance(found, CutTensor) else None

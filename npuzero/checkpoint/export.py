@@ -19,23 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.arguments import as_path, check_callable, check_count
-from npuzero.checkpoint.parts import check_known
-from npuzero.checkpoint.safetensors import bytes_of, header_bytes
+from npuzero.checkpoint.parts import check_portions_known
+from npuzero.checkpoint.safetensors import header_bytes, view_tensor_bytes
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
-from npuzero.comm.calls import collective
-from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
-from npuzero.memory import zeros
-from npuzero.ops.storage.lazy import settled
+from npuzero.comm.calls import collective_call
+from npuzero.errors import CheckpointError, ConfigError, StorageError, refuse_unknown_keywords
+from npuzero.memory import allocate_zeros
+from npuzero.ops.storage.lazy import materialize_lazy
 from npuzero.plan import DTYPES, STAGE, axes_beyond
-from npuzero.shard.cuts import PIECE, joined, whole_shape
+from npuzero.shard.cuts import PIECE, full_tensor_shape, gather_cut_blocks
 from npuzero.shard.engine import Engine
-from npuzero.shard.everyone import Line, agree, in_order, of_stages
-from npuzero.shard.extra import is_extra
+from npuzero.shard.everyone import StageRelay, exchange_or_raise, merge_state_names, pick_per_stage
+from npuzero.shard.extra import is_extra_state
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.flat import Flat
-from npuzero.shard.layout import overlap
-from npuzero.shard.repeated import check_repeated
-from npuzero.shard.rest import Rest
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.layout import intersect_ranges
+from npuzero.shard.repeated import check_replicated
+from npuzero.shard.rest import ShardSpec
 from npuzero.shard.tiles import TiledTensor
 
 #: Largest size of a file, unless a single tensor is larger.
@@ -50,7 +50,7 @@ Rename = Callable[[str], str | None]
 _Described = tuple[str, str, str, list[int], list[str]]
 
 
-class Writer:
+class SafetensorsWriter:
     """Write safetensors files of ``tensors``, whose elements come in this order; used in a ``with`` block.
 
     Args:
@@ -64,7 +64,7 @@ class Writer:
     def __init__(self, path: Path, tensors: Sequence[Facts], file_bytes: int = FILE_BYTES) -> None:
         single = path.suffix == ".safetensors"
         self._folder = path.parent if single else path
-        parts = [list(tensors)] if single else _divide(tensors, file_bytes)
+        parts = [list(tensors)] if single else _divide_into_files(tensors, file_bytes)
         self._index = [] if len(parts) == 1 else [INDEX]
         names = [path.name if single else SINGLE]
         if len(parts) > 1:
@@ -77,25 +77,25 @@ class Writer:
         self._file: BinaryIO | None = None
         self._missing = 0  # bytes that the present file lacks
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
         """Write the next elements, within one of ``tensors``, whose dtype is given."""
-        piece = settled(piece.to("cpu", dtype))
+        piece = materialize_lazy(piece.to("cpu", dtype))
         if piece.numel():
             while not self._missing:
                 self._next_file()
             assert self._file is not None
-            with _storage(Path(self._file.name)):
-                self._file.write(bytes_of(piece))
+            with _storage_errors(Path(self._file.name)):
+                self._file.write(view_tensor_bytes(piece))
             self._missing -= piece.nbytes
 
     def commit(self) -> None:
         """Put the files in their places. An older export in the same folder is replaced."""
         while self._next_file():
             pass
-        with _storage(self._folder):
+        with _storage_errors(self._folder):
             for name in self._index:
                 self._write_index(self._partial(name))
             old = self._old_files() if self._whole_folder else set()
@@ -105,7 +105,7 @@ class Writer:
             self._replace([*self._parts, *self._index])
             for name in old - {*self._parts}:
                 (self._folder / name).unlink(missing_ok=True)
-            _sync(self._folder)
+            _sync_export(self._folder)
         self._new_folders = []
 
     def _replace(self, names: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ class Writer:
         """Finish the present file and begin the next; False where there is none."""
         assert not self._missing, "the tensors' elements have not all come"
         if self._file is not None:
-            with _storage(Path(self._file.name)):
+            with _storage_errors(Path(self._file.name)):
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._file.close()
@@ -143,12 +143,12 @@ class Writer:
         if name is None or tensors is None:
             self._file = None
             return False
-        with _storage(self._partial(name)):
+        with _storage_errors(self._partial(name)):
             self._new_folders += [path for path in (self._folder, *self._folder.parents) if not path.exists()]
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._partial(name).open("wb")
             self._file.write(header_bytes(tensors, METADATA))
-        self._missing = sum(map(_nbytes, tensors))
+        self._missing = sum(map(_tensor_nbytes, tensors))
         return True
 
     def _partial(self, name: str) -> Path:
@@ -163,7 +163,7 @@ class Writer:
 
     def _write_index(self, partial: Path) -> None:
         places = {tensor: file for file, tensors in self._parts.items() for tensor, _, _ in tensors}
-        total = sum(_nbytes(facts) for tensors in self._parts.values() for facts in tensors)
+        total = sum(_tensor_nbytes(facts) for tensors in self._parts.values() for facts in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         with partial.open("w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2) + "\n")
@@ -171,24 +171,24 @@ class Writer:
             os.fsync(file.fileno())
 
 
-def _divide(tensors: Iterable[Facts], file_bytes: int) -> list[list[Facts]]:
+def _divide_into_files(tensors: Iterable[Facts], file_bytes: int) -> list[list[Facts]]:
     parts: list[list[Facts]] = [[]]
     filled = 0
     for facts in tensors:
-        if parts[-1] and filled + _nbytes(facts) > file_bytes:
+        if parts[-1] and filled + _tensor_nbytes(facts) > file_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(facts)
-        filled += _nbytes(facts)
+        filled += _tensor_nbytes(facts)
     return parts
 
 
-def _nbytes(facts: Facts) -> int:
+def _tensor_nbytes(facts: Facts) -> int:
     _, dtype, shape = facts
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-class _storage:
+class _storage_errors:
     """Turn the system's errors into StorageError, naming the file."""
 
     def __init__(self, path: Path) -> None:
@@ -207,7 +207,7 @@ class _storage:
             ) from error
 
 
-def _sync(folder: Path) -> None:
+def _sync_export(folder: Path) -> None:
     """Have the folder's new names survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -216,8 +216,8 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-@keywords()
-@collective("export")
+@refuse_unknown_keywords()
+@collective_call("export")
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -252,41 +252,41 @@ def export(
     check_count("npuzero.export: file_bytes", file_bytes, "Give a size in bytes, such as 5 * 10**9.")
     if rename is not None:
         check_callable("npuzero.export: rename", rename, "Pass a function of a tensor's name, or None.")
-    target, wanted, line = as_path("npuzero.export: path", path), _dtype(dtype), Line(engine.mesh)
-    check_repeated(engine, "npuzero.export")
+    target, wanted, line = as_path("npuzero.export: path", path), _parse_export_dtype(dtype), StageRelay(engine.mesh)
+    check_replicated(engine, "npuzero.export")
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
     tensors: dict[str, Tensor] = {}
     here: list[_Described] = []
     problem: Exception | None = None
     try:
-        check_known(engine, "npuzero.export")
-        for name, (theirs, tensor, names) in _exported(model, rename or (lambda name: name)).items():
-            kind = wanted if wanted is not None and id(_members(tensor)[0]) in slots else tensor.dtype
+        check_portions_known(engine, "npuzero.export")
+        for name, (theirs, tensor, names) in _tensors_to_export(model, rename or (lambda name: name)).items():
+            kind = wanted if wanted is not None and id(_tiles_of(tensor)[0]) in slots else tensor.dtype
             tensors[theirs] = tensor
-            here.append((name, theirs, str(kind).removeprefix("torch."), list(whole_shape(tensor)), names))
+            here.append((name, theirs, str(kind).removeprefix("torch."), list(full_tensor_shape(tensor)), names))
     except Exception as error:
         if not line.many:
             raise
         problem = error
     every = [(line.stage, described) for described in here]
     if line.many:
-        every = _of_stages(engine, problem, here)
+        every = _exchange_tensor_names(engine, problem, here)
     engine.values.settle()
     facts: list[Facts] = [(theirs, getattr(torch, kind), tuple(shape)) for _, (_, theirs, kind, shape, _) in every]
-    with _writer(engine, line, target, facts, file_bytes) as writer:
+    with _make_writer(engine, line, target, facts, file_bytes) as writer:
         for (theirs, kind, shape), (stage, _) in zip(facts, every, strict=True):
             if stage == line.stage:
-                for member in _members(tensors[theirs]):
-                    for piece in _pieces(engine, slots.get(id(member)), member, kind):
-                        problem = problem or _problem(writer.put, piece, kind)
+                for member in _tiles_of(tensors[theirs]):
+                    for piece in _gather_pieces(engine, slots.get(id(member)), member, kind):
+                        problem = problem or _catch_error(writer.put, piece, kind)
             elif line.takes:
-                for piece in _taken(line, stage, kind, shape):
-                    problem = problem or _problem(writer.put, piece, kind)
-        problem = problem or _problem(writer.commit)
-    _agree(engine, problem)
+                for piece in _receive_elements(line, stage, kind, shape):
+                    problem = problem or _catch_error(writer.put, piece, kind)
+        problem = problem or _catch_error(writer.commit)
+    _agree_export_done(engine, problem)
 
 
-def _dtype(dtype: object) -> torch.dtype | None:
+def _parse_export_dtype(dtype: object) -> torch.dtype | None:
     for name, value in DTYPES.items():
         if isinstance(dtype, (str, torch.dtype)) and dtype in (name, value):
             return value
@@ -300,7 +300,7 @@ def _dtype(dtype: object) -> torch.dtype | None:
     )
 
 
-def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
+def _catch_error(work: Callable[..., None], *arguments: Any) -> Exception | None:
     """Return what goes wrong with ``work``: the other ranks go on sending meanwhile, and must be heard out."""
     try:
         work(*arguments)
@@ -309,28 +309,32 @@ def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
     return None
 
 
-def _of_stages(engine: Engine, problem: Exception | None, here: list[_Described]) -> list[tuple[int, _Described]]:
+def _exchange_tensor_names(
+    engine: Engine, problem: Exception | None, here: list[_Described]
+) -> list[tuple[int, _Described]]:
     """Return what is to be written, in the order of the whole model, and which stage has it. Collective."""
-    said = agree(engine.mesh.world, "npuzero.export", problem, here)
+    said = exchange_or_raise(engine.mesh.world, "npuzero.export", problem, here)
     found: dict[str, tuple[int, _Described]] = {}
     seen: set[str] = set()
-    for stage, its in enumerate(of_stages(engine.mesh, said)):
+    for stage, its in enumerate(pick_per_stage(engine.mesh, said)):
         for name, theirs, kind, shape, names in its:
             if seen.isdisjoint(names):
                 found[name] = stage, (name, theirs, kind, shape, names)
             seen.update(names)
-    _check_once([described[1] for _, described in found.values()])
-    return [found[name] for name in in_order(found)]
+    _check_names_unique([described[1] for _, described in found.values()])
+    return [found[name] for name in merge_state_names(found)]
 
 
-def _writer(engine: Engine, line: Line, target: Path, facts: Sequence[Facts], file_bytes: int) -> Writer:
+def _make_writer(
+    engine: Engine, line: StageRelay, target: Path, facts: Sequence[Facts], file_bytes: int
+) -> SafetensorsWriter:
     if engine.mesh.world.rank == 0:
-        return Writer(target, facts, file_bytes)
-    return _Relay(line) if line.gives else _Nobody()
+        return SafetensorsWriter(target, facts, file_bytes)
+    return _RelayWriter(line) if line.gives else _NullWriter()
 
 
-def _taken(line: Line, stage: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield the elements of a tensor of another stage, on rank 0, as its :class:`_Relay` gives them."""
+def _receive_elements(line: StageRelay, stage: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the elements of a tensor of another stage, on rank 0, as its :class:`_RelayWriter` gives them."""
     left = torch.Size(shape).numel()
     while left:
         piece = line.take(stage, dtype, (int(line.take(stage, torch.int64, (1,))),))
@@ -338,13 +342,13 @@ def _taken(line: Line, stage: int, dtype: torch.dtype, shape: tuple[int, ...]) -
         yield piece
 
 
-class _Nobody(Writer):
+class _NullWriter(SafetensorsWriter):
     """Stand for the writer on a rank that writes nothing."""
 
     def __init__(self) -> None:
         return
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
@@ -357,19 +361,19 @@ class _Nobody(Writer):
         return
 
 
-class _Relay(_Nobody):
+class _RelayWriter(_NullWriter):
     """Give what this stage has of the files to rank 0."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: StageRelay) -> None:
         self._line = line
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
         if piece.numel():
             self._line.give(torch.tensor([piece.numel()]))
-            self._line.give(settled(piece.to("cpu", dtype)))
+            self._line.give(materialize_lazy(piece.to("cpu", dtype)))
 
 
-def _exported(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, list[str]]]:
+def _tensors_to_export(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, list[str]]]:
     """Return the tensors of the model's state dict, each once, by the first of their names that is wanted: its name in
     the files, itself, and all its wanted names.
     """
@@ -378,7 +382,7 @@ def _exported(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, 
         theirs = rename(name)
         if theirs is None:
             continue
-        if is_extra(name):
+        if is_extra_state(name):
             raise ConfigError(
                 f"npuzero.export: {name}",
                 expected="parameters and buffers only, which is what such files are read into",
@@ -386,11 +390,11 @@ def _exported(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, 
                 do="Leave it out: rename=lambda name: None if ... else name; and keep it elsewhere.",
             )
         found.setdefault(id(tensor), (name, theirs, tensor, []))[3].append(name)
-    _check_once([theirs for _, theirs, _, _ in found.values()])
+    _check_names_unique([theirs for _, theirs, _, _ in found.values()])
     return {name: (theirs, tensor, names) for name, theirs, tensor, names in found.values()}
 
 
-def _check_once(names: Sequence[str]) -> None:
+def _check_names_unique(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(
@@ -401,12 +405,14 @@ def _check_once(names: Sequence[str]) -> None:
         )
 
 
-def _members(tensor: Tensor) -> list[nn.Parameter] | list[Tensor]:
+def _tiles_of(tensor: Tensor) -> list[nn.Parameter] | list[Tensor]:
     """Return what has the elements of ``tensor``, in their order: itself, or its tiles."""
     return tensor.tiles if isinstance(tensor, TiledTensor) else [tensor]
 
 
-def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _gather_pieces(
+    engine: Engine, place: tuple[FlatParameter, int] | None, tensor: Tensor, dtype: torch.dtype
+) -> Iterator[Tensor]:
     """Yield the elements of ``tensor`` in order, on rank 0. Collective."""
     if place is None:  # a buffer: every rank has it
         for begin in range(0, tensor.numel(), PIECE):
@@ -416,7 +422,7 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     # Whoever wants more digits than the parameters have gets the masters'.
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
     rests = flat.rests
-    rest: Rest
+    rest: ShardSpec
     read: Callable[[slice], Tensor]
     rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.shard.raw)
     if flat.ahead is not None and not exact:  # an update that is pending counts
@@ -425,23 +431,27 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     alike = tuple(axis for axis in flat.plan.alike if axis in STAGE)
     if engine.mesh.index(axes_beyond(rest.group.axes, alike)):
         return  # the first of those that have the same are those that rank 0 is among
-    unsharded = partial(_unsharded, flat, rest, read)
+    unsharded = partial(_gather_range, flat, rest, read)
     if portion is None:
         for start in range(slot.begin, slot.end, PIECE):
             yield unsharded(start, min(start + PIECE, slot.end))
     else:
         kind = read(slice(0, 0)).dtype
-        part = joined(portion, engine.mesh, kind, lambda begin, end: unsharded(slot.begin + begin, slot.begin + end))
+        part = gather_cut_blocks(
+            portion, engine.mesh, kind, lambda begin, end: unsharded(slot.begin + begin, slot.begin + end)
+        )
         yield from (values for _, values in part)
 
 
-def _unsharded(flat: Flat, rest: Rest, read: Callable[[slice], Tensor], start: int, stop: int) -> Tensor:
+def _gather_range(
+    flat: FlatParameter, rest: ShardSpec, read: Callable[[slice], Tensor], start: int, stop: int
+) -> Tensor:
     """Return elements ``[start, stop)`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
     communicator, count = rest.group.communicator("control"), rest.group.size
-    piece = zeros(stop - start, read(slice(0, 0)).dtype, communicator.device)
+    piece = allocate_zeros(stop - start, read(slice(0, 0)).dtype, communicator.device)
     length = flat.layout.numel // count
     for owner in range(start // length, (stop - 1) // length + 1):
-        begin, end = overlap((start, stop), flat.layout.shard(owner, count))
+        begin, end = intersect_ranges((start, stop), flat.layout.shard(owner, count))
         sent = piece[begin - start : end - start]
         if owner == communicator.rank:
             sent.copy_(read(slice(begin - rest.begin, end - rest.begin)))
@@ -449,7 +459,7 @@ def _unsharded(flat: Flat, rest: Rest, read: Callable[[slice], Tensor], start: i
     return piece
 
 
-def _agree(engine: Engine, problem: Exception | None) -> None:
+def _agree_export_done(engine: Engine, problem: Exception | None) -> None:
     """Wait until the files are there; every rank hears of what went wrong on rank 0."""
     said = engine.mesh.world.exchange(problem and f"{type(problem).__name__}: {problem}")
     if problem is not None:

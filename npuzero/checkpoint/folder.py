@@ -18,19 +18,19 @@ from pathlib import Path
 from npuzero.arguments import as_path
 from npuzero.checkpoint import owner
 from npuzero.checkpoint.files import MANIFEST
-from npuzero.checkpoint.owner import Claim, Fate
+from npuzero.checkpoint.owner import ClaimFile, OwnerStatus
 from npuzero.errors import CheckpointError
 
 _PARTIAL, _OWNER, _OLD = ".partial-", ".owner", ".old-"
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 
-def name_of(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Return the name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
 
 
-def survey(folder: Path) -> tuple[list[Path], list[str]]:
+def find_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
     """Return the complete checkpoints in ``folder``, oldest first; and what is called so without being one, described.
 
     Raises:
@@ -40,7 +40,7 @@ def survey(folder: Path) -> tuple[list[Path], list[str]]:
     try:
         named = [(int(match[1]), name) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
         for _, name in sorted(named):
-            lacks = _lack(folder / name)
+            lacks = _find_lack(folder / name)
             if lacks is None:
                 complete.append(folder / name)
             else:
@@ -64,18 +64,18 @@ def survey(folder: Path) -> tuple[list[Path], list[str]]:
     return complete, others
 
 
-def _lack(path: Path) -> str | None:
+def _find_lack(path: Path) -> str | None:
     """Return what keeps ``path`` from being a complete checkpoint; None where it is one."""
-    mode = _mode(path)
+    mode = _get_file_mode(path)
     if mode is None:
         return "a link to nothing"
     if not stat.S_ISDIR(mode):
         return "no folder"
-    manifest = _mode(path / MANIFEST)
+    manifest = _get_file_mode(path / MANIFEST)
     return None if manifest is not None and stat.S_ISREG(manifest) else f"a folder without {MANIFEST}"
 
 
-def _mode(path: Path) -> int | None:
+def _get_file_mode(path: Path) -> int | None:
     """Return what ``path`` leads to; None: to nothing."""
     try:
         return path.stat().st_mode
@@ -87,17 +87,17 @@ def _mode(path: Path) -> int | None:
         raise
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the last complete checkpoint in ``folder``; None where there is none.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    found, _ = survey(as_path("checkpoint.latest: folder", folder))
+    found, _ = find_checkpoints(as_path("checkpoint.latest: folder", folder))
     return found[-1] if found else None
 
 
-class Partial:
+class PartialCheckpoint:
     """Hold a checkpoint in the making, which this process has claimed.
 
     Attributes:
@@ -112,12 +112,12 @@ class Partial:
             CheckpointError: there is a checkpoint of this step, or another job is saving into this folder.
             OSError: the folder cannot be written.
         """
-        _make(folder)
-        self._folder, self._target = folder, folder / name_of(step)
+        _make_folders(folder)
+        self._folder, self._target = folder, folder / step_folder_name(step)
         self._refuse_twice()
-        _tidy(folder, self._target)
-        self.path = folder / f"{_PARTIAL}{name_of(step)}-{secrets.token_hex(8)}"
-        self.claim = Claim(self.path.with_name(self.path.name + _OWNER))
+        _remove_leftovers(folder, self._target)
+        self.path = folder / f"{_PARTIAL}{step_folder_name(step)}-{secrets.token_hex(8)}"
+        self.claim = ClaimFile(self.path.with_name(self.path.name + _OWNER))
         try:
             self.path.mkdir()
         except OSError:
@@ -130,12 +130,12 @@ class Partial:
         Raises:
             CheckpointError: another job has saved this step.
         """
-        sync(self.path)
+        sync_folder(self.path)
         self._refuse_twice()
         if os.path.lexists(self._target):
             self._target.rename(self._folder / f"{self._target.name}.aside-{secrets.token_hex(4)}")
         self.path.rename(self._target)
-        sync(self._folder)
+        sync_folder(self._folder)
         return self._target
 
     def drop(self) -> None:
@@ -144,7 +144,7 @@ class Partial:
         self.claim.release(forget=not self.path.exists())
 
     def _refuse_twice(self) -> None:
-        if os.path.lexists(self._target) and _lack(self._target) is None:
+        if os.path.lexists(self._target) and _find_lack(self._target) is None:
             raise CheckpointError(
                 f"save {self._target}",
                 expected="a step that was not saved yet",
@@ -153,15 +153,15 @@ class Partial:
             )
 
 
-def _make(folder: Path) -> None:
+def _make_folders(folder: Path) -> None:
     """Make the folder and those above it, so that they outlast a power failure."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
-        sync(path.parent)
+        sync_folder(path.parent)
 
 
-def _tidy(folder: Path, target: Path) -> None:
+def _remove_leftovers(folder: Path, target: Path) -> None:
     """Remove what dead jobs have left. What may be a living one's stays, whoever that is."""
     for name in os.listdir(folder):
         path = folder / name
@@ -169,8 +169,8 @@ def _tidy(folder: Path, target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif name.startswith(_PARTIAL) and name.endswith(_OWNER):
             written = path.with_name(name.removesuffix(_OWNER))
-            fate, who = owner.look(path)
-            if fate is Fate.ALIVE:
+            fate, who = owner.read_claim(path)
+            if fate is OwnerStatus.ALIVE:
                 raise CheckpointError(
                     f"save {target}",
                     expected="a folder that no other job is saving into",
@@ -179,14 +179,14 @@ def _tidy(folder: Path, target: Path) -> None:
                     owner=str(who),
                 )
             # Of unknown fate, such as another host's without locks, it stays: its owner may be writing.
-            if fate is Fate.DEAD or (who is None and _is_bare(path, written)):
+            if fate is OwnerStatus.DEAD or (who is None and _is_empty_claim(path, written)):
                 shutil.rmtree(written, ignore_errors=True)
                 # The claim goes last: without it nobody would look after what could not be removed.
                 if not written.exists():
                     path.unlink(missing_ok=True)
 
 
-def _is_bare(claim: Path, written: Path) -> bool:
+def _is_empty_claim(claim: Path, written: Path) -> bool:
     """Tell whether a claim is empty and there is nothing that it is for: its process was killed as it made it.
 
     Or is making it at this moment: then it makes another.
@@ -197,13 +197,13 @@ def _is_bare(claim: Path, written: Path) -> bool:
         return True
 
 
-def keep_last(folder: Path, count: int, newest: Path) -> None:
+def remove_old_checkpoints(folder: Path, count: int, newest: Path) -> None:
     """Remove all complete checkpoints but ``newest`` and the last ``count - 1`` others. Links are left alone.
 
     Raises:
         CheckpointError: one cannot be removed.
     """
-    others = [path for path in survey(folder)[0] if path != newest and not path.is_symlink()]
+    others = [path for path in find_checkpoints(folder)[0] if path != newest and not path.is_symlink()]
     for path in others[: max(0, len(others) - count + 1)]:
         nameless = path.with_name(f"{_OLD}{path.name}-{secrets.token_hex(4)}")
         try:
@@ -220,7 +220,7 @@ def keep_last(folder: Path, count: int, newest: Path) -> None:
             ) from error
 
 
-def sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have names in ``folder`` outlast a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuzero.checkpoint.parts import ITEM_BYTES, Piece, Site
-from npuzero.checkpoint.source import Wanted
+from npuzero.checkpoint.parts import ITEM_BYTES, BoxLocation, SlotPiece
+from npuzero.checkpoint.source import ReadRequest
 
 #: Elements of a range: whole blocks of moments, and as many as an item has.
 RANGE = ITEM_BYTES // 4
 
 #: Pieces of tensors that are in a shard, and under which key each tensor is stored.
-Stored = Sequence[tuple[str, Piece]]
+Stored = Sequence[tuple[str, SlotPiece]]
 
 
-class Landing:
+class LoadTarget:
     """Gather the elements of a range of a shard in a buffer, which it has while they come.
 
     Args:
@@ -42,12 +42,12 @@ class Landing:
         self._left = 0
         self._values: Tensor | None = None
 
-    def wanted(self, stored: Stored) -> list[Wanted]:
+    def wanted(self, stored: Stored) -> list[ReadRequest]:
         """Return what is to be read; where nothing is, zeros are written."""
-        found: list[Wanted] = []
+        found: list[ReadRequest] = []
         for key, piece in stored:
             for site in piece.sites_in(self._begin, self._end):
-                found.append(Wanted(key, site.box, partial(self._part, site), self._landed))
+                found.append(ReadRequest(key, site.box, partial(self._part, site), self._landed))
         self._left = len(found)
         if not found:
             self._all()
@@ -62,7 +62,7 @@ class Landing:
             self._memory, self._values = memory, memory[:nbytes].view(self._dtype).zero_()
         return self._values
 
-    def _part(self, site: Site) -> Tensor:
+    def _part(self, site: BoxLocation) -> Tensor:
         begin, end = site.range
         return site.of(self._all()[begin - self._begin : end - self._begin])
 

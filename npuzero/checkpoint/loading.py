@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.checkpoint import parts, rng
-from npuzero.checkpoint.landing import RANGE, Landing, Stored
+from npuzero.checkpoint.landing import RANGE, LoadTarget, Stored
 from npuzero.checkpoint.metadata import Tensors
-from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part, Piece
-from npuzero.checkpoint.source import Source, Wanted
-from npuzero.checkpoint.stages import Share, groups_of
-from npuzero.errors import CheckpointError, differing_names
+from npuzero.checkpoint.parts import MODEL, CutOptimizer, SavedPart, SlotPiece
+from npuzero.checkpoint.source import CheckpointReader, ReadRequest
+from npuzero.checkpoint.stages import StageShare, merge_group_names
+from npuzero.errors import CheckpointError, describe_differing_names
 from npuzero.shard.engine import Engine
-from npuzero.shard.extra import is_extra, set_extra
-from npuzero.shard.flat import Flat
-from npuzero.shard.gradient import forget_lost
-from npuzero.shard.lag import warn_of_lag
-from npuzero.shard.tiles import rows_of
+from npuzero.shard.extra import is_extra_state, load_extra_state
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gradient import drop_rounding_errors
+from npuzero.shard.lag import warn_of_delay
+from npuzero.shard.tiles import find_tile_rows
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
 
 
-class Names:
+class CheckpointKeys:
     """Find which keys of a checkpoint are whose, whatever they begin with: torch's users choose that.
 
     Attributes:
@@ -42,7 +42,7 @@ class Names:
     """
 
     def __init__(
-        self, source: Source, model: nn.Module, optimizer: CutOptimizer | None, shares: Sequence[Share]
+        self, source: CheckpointReader, model: nn.Module, optimizer: CutOptimizer | None, shares: Sequence[StageShare]
     ) -> None:
         """Find them; ``shares``: what the stages of a pipeline have, this one among them.
 
@@ -84,13 +84,13 @@ class Names:
             likely = fitting or [max(prefixes, key=lambda p: sum(p + n in keys for n in named), default="model.")]
             missing = [name for name in named if likely[0] + name not in keys]
             strangers = [key.removeprefix(likely[0]) for key in keys if key.startswith(likely[0])]
-            others = differing_names(missing, [key for key in strangers if key not in everywhere])
+            others = describe_differing_names(missing, [key for key in strangers if key not in everywhere])
             found = f"those under {fitting}" if fitting else f"{len(named) - len(missing)} of its {len(named)}"
             raise self._misfit("the tensors of the model, once", f"{found}; {others}" if others else found)
         prefix = fitting[0]
         unknown = [key for key in keys if prefix and key.startswith(prefix) and key[len(prefix) :] not in everywhere]
         if unknown:
-            raise self._misfit("no tensors that the model does not have", differing_names([], unknown))
+            raise self._misfit("no tensors that the model does not have", describe_differing_names([], unknown))
         return {
             name: next(prefix + other for other in (name, *aliases[id(value)]) if prefix + other in keys)
             for name, value in named.items()
@@ -104,7 +104,7 @@ class Names:
         if len(prefixes) != 1:
             raise self._misfit("one optimizer's state", f"{sorted(prefixes) or 'none'}")
         prefix = prefixes.pop()
-        own = groups_of(self._shares, f"load {self._source.path}")
+        own = merge_group_names(self._shares, f"load {self._source.path}")
         ids = self._find_groups(f"{prefix}param_groups.", own)
         found: dict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
@@ -139,7 +139,9 @@ class Names:
         before, now = set().union(*then), {name for names in own for name in names}
         common = before & now
         if now and before and not common:
-            raise self._misfit("states of parameters of the optimizer", differing_names(sorted(now), sorted(before)))
+            raise self._misfit(
+                "states of parameters of the optimizer", describe_differing_names(sorted(now), sorted(before))
+            )
         rest, order = [*range(len(saved))], []
         for names in own:
             kept = common.intersection(names)
@@ -148,7 +150,7 @@ class Names:
             rest = [i for i in rest if i != order[-1]]
             self.groups.append({} if not fits else {k: v for k, v in saved[fits[0]].items() if k != "params"})
         self.regrouped = order != [*range(len(saved))]
-        self.notice = _notice(order, sorted(before - now), sorted(now - before))
+        self.notice = _format_notice(order, sorted(before - now), sorted(now - before))
         return {name: name for name in common}
 
     def _match_numbers(self, saved: list[dict[str, Any]], own: Sequence[Sequence[str]]) -> dict[str, str]:
@@ -174,7 +176,7 @@ class Names:
         return CheckpointError(f"load {self._source.path}", expected=expected, got=got, do=_DO)
 
 
-def _notice(order: Sequence[int | None], left_out: Sequence[str], new: Sequence[str]) -> str:
+def _format_notice(order: Sequence[int | None], left_out: Sequence[str], new: Sequence[str]) -> str:
     """Say what of the optimizer does not go on as it was saved; "" where all of it does.
 
     Args:
@@ -192,23 +194,23 @@ def _notice(order: Sequence[int | None], left_out: Sequence[str], new: Sequence[
     return "; it ".join(said)
 
 
-class Loader:
+class CheckpointLoader:
     """Load once, as one rank does it."""
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointReader,
         model: nn.Module,
         engine: Engine,
         optimizer: CutOptimizer | None,
-        shares: Sequence[Share],
+        shares: Sequence[StageShare],
     ) -> None:
         self._source = source
         self._model = model
         self._engine = engine
         self._optimizer = optimizer
-        self._names = Names(source, model, optimizer, shares)
-        self._tiles = rows_of(model)
+        self._names = CheckpointKeys(source, model, optimizer, shares)
+        self._tiles = find_tile_rows(model)
         self._idle: list[Tensor] = []  # buffers of ranges that have been written, since fresh pages take long
         for part in parts.model_parts(model, engine):
             for cut in part.cuts:
@@ -221,13 +223,13 @@ class Loader:
             self._optimizer.check_rule(saved, self._names.groups)
         self._engine.lag.forget()
         for flat in self._engine.flats():
-            forget_lost(flat.gradient)
+            drop_rounding_errors(flat.gradient)
         for part in parts.model_parts(self._model, self._engine):
             self._load_parameters(part)
         for entry in parts.model_entries(self._model):
             self._load_entry(str(entry.path[1]), entry.value)
         if self._optimizer is not None:
-            warn_of_lag(self._names.states.values(), self._engine.lag)
+            warn_of_delay(self._names.states.values(), self._engine.lag)
             if self._names.notice and self._engine.mesh.world.rank == 0:
                 text = f"load {self._source.path}: the optimizer {self._names.notice}."
                 warnings.warn(text, UserWarning, stacklevel=5)
@@ -238,13 +240,13 @@ class Loader:
 
     def load_scheduler(self, scheduler: Any) -> None:
         """Load a scheduler's state; with its rates by group, where the optimizer's groups are not those saved."""
-        scheduler.load_state_dict(shared_state(self._source, "scheduler"))
+        scheduler.load_state_dict(read_shared_state(self._source, "scheduler"))
         if self._names.regrouped:
-            _follow_groups(scheduler)
+            _sync_scheduler_rates(scheduler)
 
-    def _load_parameters(self, part: Part) -> None:
+    def _load_parameters(self, part: SavedPart) -> None:
         stored = [(self._names.parameters[str(cut.paths[0][1])], cut.piece) for cut in part.cuts]
-        self._fill(part.rest.range, {MODEL: stored}, part.dtype, lambda _, *there: parts.write(part, *there))
+        self._fill(part.rest.range, {MODEL: stored}, part.dtype, lambda _, *there: parts.write_saved_part(part, *there))
 
     def _fill(
         self,
@@ -260,25 +262,25 @@ class Loader:
             write: takes a name, a range of the shard, and values.
         """
         begin, end = shard
-        wanted: list[Wanted] = []
+        wanted: list[ReadRequest] = []
         for start in range(begin, end, RANGE):
             own = slice(start - begin, min(start + RANGE, end) - begin)
             for name, pieces in stored.items():
-                landing = Landing(self._idle, begin, own, dtype, partial(write, name, own))
+                landing = LoadTarget(self._idle, begin, own, dtype, partial(write, name, own))
                 wanted += landing.wanted(pieces)
         self._source.fill(wanted)
 
     def _load_entry(self, name: str, value: Tensor) -> None:
         loaded = self._source.read_object(self._names.parameters[name])
-        if is_extra(name):
-            set_extra(self._model, name, loaded)
+        if is_extra_state(name):
+            load_extra_state(self._model, name, loaded)
         else:
             value.copy_(loaded)
 
-    def _load_states(self, flat: Flat) -> None:
+    def _load_states(self, flat: FlatParameter) -> None:
         slots: parts.SlotStates = []
-        stored: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for piece in parts.pieces_of(flat, self._tiles):
+        stored: dict[str, list[tuple[str, SlotPiece]]] = defaultdict(list)
+        for piece in parts.slot_pieces(flat, self._tiles):
             state: dict[str, float | None] = {}
             whole = piece.whole
             for name, key in self._names.states.get(whole.name, {}).items():
@@ -315,10 +317,10 @@ class Loader:
             raise CheckpointError(f"load {key}", expected=f"shape {tuple(shape)}", got=got, do=_DO)
 
 
-def _follow_groups(scheduler: Any) -> None:
+def _sync_scheduler_rates(scheduler: Any) -> None:
     """Have a scheduler, and those it is made of, continue from the rates that the optimizer's groups have now."""
     for part in getattr(scheduler, "_schedulers", ()):
-        _follow_groups(part)
+        _sync_scheduler_rates(part)
     if hasattr(scheduler, "base_lrs"):
         groups = scheduler.optimizer.param_groups
         scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -340,7 +342,7 @@ class Loaded:
     extra: Any
 
 
-def shared_state(source: Source, name: str) -> Any:
+def read_shared_state(source: CheckpointReader, name: str) -> Any:
     """Return what was saved as ``name`` for all ranks.
 
     Raises:
@@ -357,17 +359,17 @@ def shared_state(source: Source, name: str) -> Any:
                 place = place.setdefault(part, {})
             place[last] = source.read_object(key)
     if not found:
-        raise _lacks(source, name)
+        raise _missing_state_error(source, name)
     return found
 
 
-def _lacks(source: Source, name: str) -> CheckpointError:
+def _missing_state_error(source: CheckpointReader, name: str) -> CheckpointError:
     return CheckpointError(
         f"load {source.path}: {name}", expected="a state of it", got="none", do="Leave it out, or save it too."
     )
 
 
-def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
+def read_rank_states(source: CheckpointReader, name: str, rank: int, world: int) -> list[Any]:
     """Return what ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike;
     else all. Of positions in the data count those of ranks that read data of their own: ``rank`` of ``world`` such.
 
@@ -381,27 +383,27 @@ def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
     numbers = [saved[rank]] if len(saved) == world else [0] if name in facts["alike"] else list(saved)
     keys = [f"{name}.{number}" for number in numbers]
     if any(key not in source.tensors for key in keys):
-        raise _lacks(source, name)
+        raise _missing_state_error(source, name)
     return [source.read_object(key) for key in keys]
 
 
-def restore_rng(source: Source, rank: int, world: int, device: torch.device) -> None:
+def restore_rng(source: CheckpointReader, rank: int, world: int, device: torch.device) -> None:
     """Let random numbers go on where they were; ranks beyond those saved get numbers of their own."""
-    states = own_states(source, "rng", rank, world)
+    states = read_rank_states(source, "rng", rank, world)
     turn, mine = divmod(rank if len(states) > 1 else 0, len(states))
     if turn:
-        rng.advance(states[mine], device, turn)
+        rng.set_derived_rng(states[mine], device, turn)
     else:
-        rng.restore(states[mine], device)
+        rng.load_rng_state(states[mine], device)
 
 
-def restore_data(source: Source, data: Any, rank: int, world: int) -> None:
+def restore_data(source: CheckpointReader, data: Any, rank: int, world: int) -> None:
     """Let a data position go on where it was.
 
     Raises:
         CheckpointError: other ranks had other positions, and ``data`` cannot take those of all.
     """
-    states = own_states(source, "data", rank, world)
+    states = read_rank_states(source, "data", rank, world)
     if len(states) == 1:
         data.load_state_dict(states[0])
     elif hasattr(data, "load_state_dicts"):

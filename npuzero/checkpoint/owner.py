@@ -21,7 +21,7 @@ _WORDS_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Owner:
+class ProcessIdentity:
     """Identify a process.
 
     Attributes:
@@ -40,11 +40,13 @@ class Owner:
     since: str
 
     @staticmethod
-    def here() -> Owner:
+    def here() -> ProcessIdentity:
         """Return this process."""
-        boot = _read("/proc/sys/kernel/random/boot_id") or f"unknown-{socket.gethostname()}"
+        boot = _read_text("/proc/sys/kernel/random/boot_id") or f"unknown-{socket.gethostname()}"
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return Owner(socket.gethostname(), boot, _namespace(), os.getpid(), _started(os.getpid()), since)
+        return ProcessIdentity(
+            socket.gethostname(), boot, _pid_namespace(), os.getpid(), _process_start_time(os.getpid()), since
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -53,13 +55,13 @@ class Owner:
         """Tell whether this is known to have ended: it was a process of this kernel,
         and there is no such one any more.
         """
-        here = Owner.here()
+        here = ProcessIdentity.here()
         if (self.boot, self.namespace) != (here.boot, here.namespace) or not here.started:
             return False
-        return _started(self.pid) != self.started
+        return _process_start_time(self.pid) != self.started
 
 
-class Fate(enum.Enum):
+class OwnerStatus(enum.Enum):
     """Say what is known of an owner."""
 
     ALIVE = enum.auto()
@@ -67,7 +69,7 @@ class Fate(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-class Claim:
+class ClaimFile:
     """Hold a file that names this process, locked until :meth:`release`.
 
     Raises:
@@ -76,7 +78,7 @@ class Claim:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        words = json.dumps(asdict(Owner.here())).encode()
+        words = json.dumps(asdict(ProcessIdentity.here())).encode()
         self._make(words)
         while not self._is_there():  # somebody took it, empty as it was, for what a killed process had left
             self.release(forget=False)
@@ -115,45 +117,45 @@ class Claim:
 _held: set[str] = set()
 
 
-def look(path: Path) -> tuple[Fate, Owner | None]:
+def read_claim(path: Path) -> tuple[OwnerStatus, ProcessIdentity | None]:
     """Return what became of whoever made the claim ``path``; and its name, where that can be read."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return Fate.DEAD, None
+        return OwnerStatus.DEAD, None
     except OSError:
-        return Fate.UNKNOWN, None
+        return OwnerStatus.UNKNOWN, None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return Fate.UNKNOWN, None
-        owner = _parse(os.read(descriptor, _WORDS_BYTES))
+            return OwnerStatus.UNKNOWN, None
+        owner = _parse_identity(os.read(descriptor, _WORDS_BYTES))
         if owner is not None and owner.is_gone():
-            return Fate.DEAD, owner
+            return OwnerStatus.DEAD, owner
         # A lock outlives no process, so who gets it knows that its owner is gone; None: the file system has no locks.
-        free = _lock(descriptor)
+        free = _try_lock(descriptor)
     finally:
         os.close(descriptor)
-    if free is None and owner is not None and owner.pid == os.getpid() and owner.boot == Owner.here().boot:
+    if free is None and owner is not None and owner.pid == os.getpid() and owner.boot == ProcessIdentity.here().boot:
         free = str(path) not in _held
     # Locks may be a host's own: what is free here may be held there, so it counts for processes of this boot only.
-    if free is None or (free and (owner is None or owner.boot != Owner.here().boot)):
-        return Fate.UNKNOWN, owner
-    return Fate.DEAD if free else Fate.ALIVE, owner
+    if free is None or (free and (owner is None or owner.boot != ProcessIdentity.here().boot)):
+        return OwnerStatus.UNKNOWN, owner
+    return OwnerStatus.DEAD if free else OwnerStatus.ALIVE, owner
 
 
-def _parse(raw: bytes) -> Owner | None:
+def _parse_identity(raw: bytes) -> ProcessIdentity | None:
     try:
-        owner = Owner(**json.loads(raw))
+        owner = ProcessIdentity(**json.loads(raw))
     except (ValueError, TypeError, RecursionError):
         return None
     known = all(type(value).__name__ == kind for value, kind in zip(asdict(owner).values(), _KINDS, strict=True))
     return owner if known else None
 
 
-_KINDS = tuple(Owner.__annotations__.values())
+_KINDS = tuple(ProcessIdentity.__annotations__.values())
 
 
-def _lock(descriptor: int) -> bool | None:
+def _try_lock(descriptor: int) -> bool | None:
     """Tell whether the lock was free, and is this descriptor's now; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,22 +166,22 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _namespace() -> str:
+def _pid_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return "unknown"
 
 
-def _started(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """Return field 22 of proc(5)'s stat; empty if there is no such process, or it has ended and nobody has asked
     how.
     """
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:

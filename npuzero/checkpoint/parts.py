@@ -15,17 +15,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from npuzero.checkpoint.boxes import Box, boxes_of
-from npuzero.checkpoint.stages import Share, digest_of
+from npuzero.checkpoint.boxes import TensorBox, boxes_of
+from npuzero.checkpoint.stages import StageShare, digest_options
 from npuzero.errors import ConfigError
-from npuzero.plan import ENDS, STAGE, MeshShape, Portion, axes_beyond
+from npuzero.plan import ENDS, STAGE, MeshShape, TensorPortion, axes_beyond
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat, masters_later
-from npuzero.shard.layout import Slot, overlap
+from npuzero.shard.flat import FlatParameter, snapshot_masters
+from npuzero.shard.layout import FlatSlot, intersect_ranges
 from npuzero.shard.relations import is_tied
-from npuzero.shard.rest import Rest
-from npuzero.shard.snapshot import Later, Snapshot
-from npuzero.shard.tiles import Rows, rows_of
+from npuzero.shard.rest import ShardSpec
+from npuzero.shard.snapshot import Later, StateSnapshot
+from npuzero.shard.tiles import TileRows, find_tile_rows
 
 #: What names begin with, as in PyTorch's own recipes.
 MODEL, OPTIMIZER = "model", "optim"
@@ -43,10 +43,10 @@ class CutOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def cut_state(self, flat: Flat) -> SlotStates:
+    def cut_state(self, flat: FlatParameter) -> SlotStates:
         """Return what each slot has: numbers, and None for what is in the buffer of that name."""
 
-    def cut_buffer(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later:
+    def cut_buffer(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later:
         """Return, for later, a range of this rank's shard as float32."""
 
     def state_names(self) -> tuple[str, ...]:
@@ -55,15 +55,15 @@ class CutOptimizer(Protocol):
     def check_rule(self, saved: Collection[str], groups: Sequence[dict[str, Any]]) -> None:
         """Warn where states of these names, and groups of these options, are another rule's."""
 
-    def load_cut_state(self, engine: Engine, flat: Flat, slots: SlotStates) -> Collection[str]:
+    def load_cut_state(self, engine: Engine, flat: FlatParameter, slots: SlotStates) -> Collection[str]:
         """Begin to load what :meth:`cut_state` has given; return the names that :meth:`write_cut_buffer` waits for."""
 
-    def write_cut_buffer(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write_cut_buffer(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         """Load a range of what :meth:`cut_buffer` has given; all of a shard is to come, in whole blocks of moments."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnshardedEntry:
     """Hold one value of a checkpoint that is no sharded tensor: its path in the nested state, and itself."""
 
     path: Path
@@ -71,11 +71,11 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return key_of(self.path)
+        return flatten_path(self.path)
 
 
 @dataclass(frozen=True)
-class Site:
+class BoxLocation:
     """Say where a box of a tensor lies in a flat: in a range of elements, viewed in some sizes.
 
     Attributes:
@@ -85,7 +85,7 @@ class Site:
         within: what of that view is the box; ``()``: all of it.
     """
 
-    box: Box
+    box: TensorBox
     begin: int
     sizes: tuple[int, ...]
     within: tuple[slice, ...] = ()
@@ -100,7 +100,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotPiece:
     """Describe what a slot of a flat has of a tensor: all of it, the rows of a tile, or this rank's part of it.
 
     Attributes:
@@ -108,73 +108,75 @@ class Piece:
         portion: where the tensor is cut, what this rank has of it.
     """
 
-    slot: Slot
-    whole: Rows
-    portion: Portion | None = None
+    slot: FlatSlot
+    whole: TileRows
+    portion: TensorPortion | None = None
 
-    def of_rank(self, rank: int, shape: MeshShape) -> Piece:
+    def of_rank(self, rank: int, shape: MeshShape) -> SlotPiece:
         """Return what the slot has on another rank."""
         if self.portion is None:
             return self
         return replace(self, portion=self.portion.of(shape.index(self.portion.cut.axes, rank)))
 
-    def sites(self, begin: int, end: int, limit: int | None = None) -> Iterator[Site]:
+    def sites(self, begin: int, end: int, limit: int | None = None) -> Iterator[BoxLocation]:
         """Yield where boxes of the tensor lie that have the elements ``[begin, end)`` of the flat, all the slot's."""
         for box in boxes_of(self.slot.shape, begin - self.slot.begin, end - self.slot.begin, limit):
             if self.portion is None:
-                yield Site(box.after(self.whole.first), begin, box.sizes)
+                yield BoxLocation(box.after(self.whole.first), begin, box.sizes)
             else:
-                yield from _sites(box, begin, self.portion)
+                yield from _locate_box(box, begin, self.portion)
             begin += box.numel
 
-    def sites_in(self, begin: int, end: int) -> Iterator[Site]:
+    def sites_in(self, begin: int, end: int) -> Iterator[BoxLocation]:
         """Yield those in a range of the flat, whosever it is."""
-        yield from self.sites(*overlap((self.slot.begin, self.slot.end), (begin, end)))
+        yield from self.sites(*intersect_ranges((self.slot.begin, self.slot.end), (begin, end)))
 
-    def own_boxes(self, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
+    def own_boxes(self, begin: int, shard: Tensor) -> list[tuple[TensorBox, Tensor]]:
         """Return its boxes in a shard of its flat that begins at ``begin``, each with its elements."""
         sites = self.sites_in(begin, begin + shard.numel())
         return [(site.box, site.of(shard[slice(*(at - begin for at in site.range))])) for site in sites]
 
 
-def _sites(box: Box, begin: int, portion: Portion) -> Iterator[Site]:
+def _locate_box(box: TensorBox, begin: int, portion: TensorPortion) -> Iterator[BoxLocation]:
     """Yield where boxes of a cut tensor lie that are ``box`` of one part of it, whose elements begin at ``begin``."""
     dim = portion.cut.dim
     first, last = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     inner = math.prod(box.sizes[dim + 1 :])
     had = 0  # of the part, along the dimension
     for start, stop in portion.pieces:
-        a, b = overlap((first, last), (had, had + stop - start))
+        a, b = intersect_ranges((first, last), (had, had + stop - start))
         if a < b:
             offsets = (*box.offsets[:dim], start + a - had, *box.offsets[dim + 1 :])
             sizes = (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])
-            found = Box(offsets, sizes)
+            found = TensorBox(offsets, sizes)
             if math.prod(box.sizes[:dim]) == 1:  # a range by itself
-                yield Site(found, begin + (a - first) * inner, sizes)
+                yield BoxLocation(found, begin + (a - first) * inner, sizes)
             else:
-                yield Site(found, begin, box.sizes, (*(slice(None) for _ in range(dim)), slice(a - first, b - first)))
+                yield BoxLocation(
+                    found, begin, box.sizes, (*(slice(None) for _ in range(dim)), slice(a - first, b - first))
+                )
         had += stop - start
 
 
-def pieces_of(flat: Flat, tiles: Mapping[str, Rows]) -> list[Piece]:
-    """Return what each slot of ``flat`` has; ``tiles``: see :func:`npuzero.shard.tiles.rows_of`."""
+def slot_pieces(flat: FlatParameter, tiles: Mapping[str, TileRows]) -> list[SlotPiece]:
+    """Return what each slot of ``flat`` has; ``tiles``: see :func:`npuzero.shard.tiles.find_tile_rows`."""
     found = []
     for slot, portion in zip(flat.layout.slots, flat.portions, strict=True):
         shape = slot.shape if portion is None else portion.whole
-        found.append(Piece(slot, tiles.get(slot.name) or Rows(slot.name, shape, 0), portion))
+        found.append(SlotPiece(slot, tiles.get(slot.name) or TileRows(slot.name, shape, 0), portion))
     return found
 
 
 @dataclass(frozen=True)
-class Cut:
+class SavedTensor:
     """Describe a sharded tensor: what one slot of a flat has of it, or of one of the optimizer's states for it."""
 
     paths: tuple[Path, ...]  # several for a parameter that has several names
-    piece: Piece
+    piece: SlotPiece
     dtype: torch.dtype
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> FlatSlot:
         return self.piece.slot
 
     @property
@@ -184,19 +186,19 @@ class Cut:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return tuple(map(key_of, self.paths))
+        return tuple(map(flatten_path, self.paths))
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """Describe one buffer of a flat: the tensors in it, and how this rank has a range of its shard (a slice of it)
     later.
     """
 
-    flat: Flat
-    rest: Rest  # as which part of the flat it is sharded
-    cuts: tuple[Cut, ...]
-    later: Callable[[slice, Snapshot], Later]
+    flat: FlatParameter
+    rest: ShardSpec  # as which part of the flat it is sharded
+    cuts: tuple[SavedTensor, ...]
+    later: Callable[[slice, StateSnapshot], Later]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -215,24 +217,24 @@ class Part:
         """Tell whether the stage of ``rank`` writes it: of both ends of a pipeline that have the same, the first."""
         return not self.flat.plan.tied or shape.index((ENDS,), rank) == 0
 
-    def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
+    def items(self, rank: int, shape: MeshShape) -> Iterator[SavedBox]:
         """Yield what ``rank`` writes of it, in order."""
         written = self.written_by(rank, shape)
         for cut in self.cuts:
-            begin, end = overlap((cut.slot.begin, cut.slot.end), written)
+            begin, end = intersect_ranges((cut.slot.begin, cut.slot.end), written)
             for site in cut.piece.of_rank(rank, shape).sites(begin, end, ITEM_BYTES // cut.dtype.itemsize):
-                yield Item(cut, site)
+                yield SavedBox(cut, site)
 
 
 @dataclass(frozen=True)
-class Item:
+class SavedBox:
     """Describe a box of a sharded tensor, and where it lies in its flat."""
 
-    cut: Cut
-    site: Site
+    cut: SavedTensor
+    site: BoxLocation
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorBox:
         return self.site.box
 
     @property
@@ -240,12 +242,12 @@ class Item:
         return self.box.numel * self.cut.dtype.itemsize
 
 
-def key_of(path: Path) -> str:
+def flatten_path(path: Path) -> str:
     """Return the flat name of a value in a nested state, as DCP makes it."""
     return ".".join(map(str, path))
 
 
-def write(part: Part, own: slice, values: Tensor) -> None:
+def write_saved_part(part: SavedPart, own: slice, values: Tensor) -> None:
     """Replace a range of this rank's shard of a part of the model; parameters follow their masters."""
     if part.flat.trainable:
         part.flat.write_master(own, values)
@@ -253,10 +255,10 @@ def write(part: Part, own: slice, values: Tensor) -> None:
         part.flat.shard.replace(own, values)
 
 
-def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
+def model_parts(model: nn.Module, engine: Engine) -> list[SavedPart]:
     """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
-    check_known(engine, "checkpoint")
-    tiles = rows_of(model)
+    check_portions_known(engine, "checkpoint")
+    tiles = find_tile_rows(model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(tiles[name].name if name in tiles else name)
@@ -264,16 +266,16 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
     for flat in (flat for unit in engine.units for flat in unit.flats):
         dtype = torch.float32 if flat.trainable else flat.dtype
         cuts = tuple(
-            Cut(tuple((MODEL, name) for name in names[id(parameter)]), piece, dtype)
-            for piece, parameter in zip(pieces_of(flat, tiles), flat.parameters, strict=True)
+            SavedTensor(tuple((MODEL, name) for name in names[id(parameter)]), piece, dtype)
+            for piece, parameter in zip(slot_pieces(flat, tiles), flat.parameters, strict=True)
         )
         rests = flat.rests
         rest = rests.states if flat.trainable else rests.parameters
-        parts.append(Part(flat, rest, cuts, partial(masters_later if flat.trainable else _frozen_later, flat)))
+        parts.append(SavedPart(flat, rest, cuts, partial(snapshot_masters if flat.trainable else _frozen_later, flat)))
     return parts
 
 
-def check_known(engine: Engine, subject: str) -> None:
+def check_portions_known(engine: Engine, subject: str) -> None:
     """Check that of what ranks have different elements it is known which.
 
     Raises:
@@ -290,41 +292,47 @@ def check_known(engine: Engine, subject: str) -> None:
                 )
 
 
-def _frozen_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
+def _frozen_later(flat: FlatParameter, own: slice, snapshot: StateSnapshot) -> Later:
     return flat.shard.later(own, snapshot, raw=True)
 
 
-def model_entries(model: nn.Module) -> list[Entry]:
+def model_entries(model: nn.Module) -> list[UnshardedEntry]:
     """Return buffers, and whatever modules give as their extra state."""
     named = model.state_dict(keep_vars=True)
-    return [Entry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)]
+    return [
+        UnshardedEntry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)
+    ]
 
 
-def optimizer_parts(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+def optimizer_parts(
+    model: nn.Module, engine: Engine, optimizer: CutOptimizer
+) -> tuple[list[SavedPart], list[UnshardedEntry]]:
     """Return the states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
-    tiles = rows_of(model)
-    parts: list[Part] = []
-    entries: dict[Path, Entry] = {}  # by path: the tiles of a tensor have their numbers, such as the step, in common
+    tiles = find_tile_rows(model)
+    parts: list[SavedPart] = []
+    entries: dict[
+        Path, UnshardedEntry
+    ] = {}  # by path: the tiles of a tensor have their numbers, such as the step, in common
     for flat in engine.flats():
         slots = optimizer.cut_state(flat)
-        pieces = pieces_of(flat, tiles)
+        pieces = slot_pieces(flat, tiles)
         for name in sorted({name for state in slots for name, number in state.items() if number is None}):
             cuts = tuple(
-                Cut(((OPTIMIZER, "state", piece.whole.name, name),), piece, torch.float32)
+                SavedTensor(((OPTIMIZER, "state", piece.whole.name, name),), piece, torch.float32)
                 for piece, state in zip(pieces, slots, strict=True)
                 if name in state and state[name] is None
             )
-            parts.append(Part(flat, flat.rests.states, cuts, partial(optimizer.cut_buffer, flat, name)))
+            parts.append(SavedPart(flat, flat.rests.states, cuts, partial(optimizer.cut_buffer, flat, name)))
         first = not flat.plan.tied or engine.mesh.index((ENDS,)) == 0
         for piece, state in zip(pieces, slots, strict=True):
             for name, number in state.items():
                 if number is not None and first:
                     path = OPTIMIZER, "state", piece.whole.name, name
-                    entries.setdefault(path, Entry(path, torch.tensor(number)))
+                    entries.setdefault(path, UnshardedEntry(path, torch.tensor(number)))
     return parts, [*entries.values()]
 
 
-def share_of(model: nn.Module, optimizer: CutOptimizer | None) -> Share:
+def describe_stage(model: nn.Module, optimizer: CutOptimizer | None) -> StageShare:
     """Return what this stage tells the others of a pipeline."""
     named = model.state_dict(keep_vars=True)
     aliases: dict[str, str] = {}
@@ -332,23 +340,23 @@ def share_of(model: nn.Module, optimizer: CutOptimizer | None) -> Share:
     for name, value in named.items():
         if isinstance(value, nn.Parameter) and is_tied(value) and tied.setdefault(id(value), name) != name:
             aliases[name] = tied[id(value)]
-    return Share(
+    return StageShare(
         [*named],
         [entry.key for entry in model_entries(model)],
         aliases,
         None if optimizer is None else group_names(model, optimizer),
-        [] if optimizer is None else [*map(digest_of, optimizer.param_groups)],
+        [] if optimizer is None else [*map(digest_options, optimizer.param_groups)],
     )
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
     """Return the names of the parameters of each group; tiles together have one."""
-    tiles = rows_of(model)
+    tiles = find_tile_rows(model)
     names = {id(p): tiles[name].name if name in tiles else name for name, p in model.named_parameters()}
     return [[*dict.fromkeys(names[id(p)] for p in group["params"])] for group in optimizer.param_groups]
 
 
-def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:
+def get_cut_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:
     """Return ``optimizer``, if it is one of npuzero's over parameters of ``model``.
 
     Raises:

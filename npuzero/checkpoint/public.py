@@ -18,18 +18,18 @@ from npuzero.checkpoint import rng as generators
 from npuzero.checkpoint.cut import CutTensor as CutTensor  # here the package finds all that it offers
 from npuzero.checkpoint.cut import load_state_dict as load_state_dict
 from npuzero.checkpoint.cut import state_dict as state_dict
-from npuzero.checkpoint.loading import Loaded, Loader
-from npuzero.checkpoint.parts import Entry
-from npuzero.checkpoint.saving import CHANNEL, Job, Saving, agree, saver_of
-from npuzero.checkpoint.source import Source
-from npuzero.checkpoint.stages import Share
-from npuzero.comm.calls import collective
-from npuzero.errors import CheckpointError, keywords
+from npuzero.checkpoint.loading import CheckpointLoader, Loaded
+from npuzero.checkpoint.parts import UnshardedEntry
+from npuzero.checkpoint.saving import CHANNEL, SaveJob, Saving, agree_on_save, get_saver
+from npuzero.checkpoint.source import CheckpointReader
+from npuzero.checkpoint.stages import StageShare
+from npuzero.comm.calls import collective_call
+from npuzero.errors import CheckpointError, refuse_unknown_keywords
 from npuzero.plan import DATA, STAGE
 from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.repeated import check_repeated
+from npuzero.shard.repeated import check_replicated
 
 PathLike = str | os.PathLike[str]
 
@@ -44,9 +44,9 @@ class Stateful(Protocol):
         """Take what ``state_dict`` gave."""
 
 
-@keywords(async_save="asynchronous")
+@refuse_unknown_keywords(async_save="asynchronous")
 @torch.no_grad()
-@collective("checkpoint.save")
+@collective_call("checkpoint.save")
 def save(  # noqa: PLR0913 - what is to be saved, by name
     folder: PathLike,
     model: nn.Module,
@@ -91,33 +91,37 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
 
         npuzero.checkpoint.save("run", model, optimizer, step=100, keep_last=3)  # writes run/step-100
     """
-    _check_count("step", step, 0)
+    _check_save_count("step", step, 0)
     asynchronous = check_flag("save: asynchronous", asynchronous)
     if keep_last is not None:
-        _check_count("keep_last", keep_last, 1)
+        _check_save_count("keep_last", keep_last, 1)
     engine = engine_of(model)
-    saver = saver_of(engine)
+    saver = get_saver(engine)
     saver.finish()
     run = as_path("save: folder", folder)
-    check_repeated(engine, f"save {run}", CHANNEL)
-    job = Job(run, step, keep_last, Share([], [], {}, None, []))
+    check_replicated(engine, f"save {run}", CHANNEL)
+    job = SaveJob(run, step, keep_last, StageShare([], [], {}, None, []))
     problem: Exception | None = None
     try:
-        cut_optimizer = parts.optimizer_of(model, optimizer)
+        cut_optimizer = parts.get_cut_optimizer(model, optimizer)
         engine.values.settle()
         tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
         if cut_optimizer is not None:
             states, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
             tensors, entries = tensors + states, entries + numbers
         stateful = {"scheduler": scheduler, "scaler": scaler}
-        shared = [Entry((name,), kept.state_dict()) for name, kept in stateful.items() if kept is not None]
-        shared += [Entry((name,), value) for name, value in {"extra": extra, "step": step}.items() if value is not None]
+        shared = [UnshardedEntry((name,), kept.state_dict()) for name, kept in stateful.items() if kept is not None]
+        shared += [
+            UnshardedEntry((name,), value)
+            for name, value in {"extra": extra, "step": step}.items()
+            if value is not None
+        ]
         own = {} if data is None else {"data": data.state_dict()}
         if rng:
-            own["rng"] = generators.state_of(engine.world.device)
+            own["rng"] = generators.capture_rng_state(engine.world.device)
         job = replace(
             job,
-            share=parts.share_of(model, cut_optimizer),
+            share=parts.describe_stage(model, cut_optimizer),
             parts=tensors,
             entries=entries,
             shared=shared,
@@ -130,9 +134,9 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     return saver.save(job, asynchronous=asynchronous, problem=problem)
 
 
-@keywords()
+@refuse_unknown_keywords()
 @torch.no_grad()
-@collective("checkpoint.load")
+@collective_call("checkpoint.load")
 def load(
     folder: PathLike,
     model: nn.Module,
@@ -172,24 +176,24 @@ def load(
         print(loaded.step)
     """
     engine = engine_of(model)
-    saver_of(engine).finish()
+    get_saver(engine).finish()
     world = engine.mesh.world
     problem: Exception | None = None
     share: dict[str, Any] | None = None
     try:
         engine.restorer.check_loadable(states=optimizer is not None)
-        cut_optimizer = parts.optimizer_of(model, optimizer)
-        share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
+        cut_optimizer = parts.get_cut_optimizer(model, optimizer)
+        share = None if engine.mesh.index(STAGE) else asdict(parts.describe_stage(model, cut_optimizer))
     except Exception as error:
         problem = error
-    path, shares = _agreed_path(as_path("load: folder", folder), engine, problem, share)
+    path, shares = _agree_on_path(as_path("load: folder", folder), engine, problem, share)
     try:
-        source = Source(path)
-        loader = Loader(source, model, engine, cut_optimizer, shares)
+        source = CheckpointReader(path)
+        loader = CheckpointLoader(source, model, engine, cut_optimizer, shares)
         extra, taken = (source.read_object(k) if k in source.tensors else None for k in ("extra", "step"))
     except Exception as error:
         problem = error
-    agree(world, f"load {path}", problem)
+    agree_on_save(world, f"load {path}", problem)
     with engine.restorer.loading("checkpoint.load", states=optimizer is not None):
         engine.values.settle()
         try:
@@ -197,14 +201,14 @@ def load(
             if scheduler is not None:
                 loader.load_scheduler(scheduler)
             if scaler is not None:
-                scaler.load_state_dict(loading.shared_state(source, "scaler"))
+                scaler.load_state_dict(loading.read_shared_state(source, "scaler"))
             if data is not None:
                 loading.restore_data(source, data, engine.mesh.index(DATA), engine.mesh.size(DATA))
             if rng and source.manifest is not None and "rng.0" in source.tensors:
                 loading.restore_rng(source, world.rank, world.size, world.device)
         except Exception as error:
             problem = error
-        agree(world, f"load {path}", problem)
+        agree_on_save(world, f"load {path}", problem)
         engine.values.restore_parameters()
     return Loaded(path, taken, extra)
 
@@ -217,7 +221,7 @@ def latest(folder: PathLike) -> Path | None:
         npuzero.checkpoint.save("run", model, step=100)
         print(npuzero.checkpoint.latest("run"))
     """
-    return folders.latest(folder)
+    return folders.latest_checkpoint(folder)
 
 
 def verify(folder: PathLike) -> None:
@@ -231,7 +235,7 @@ def verify(folder: PathLike) -> None:
         npuzero.checkpoint.save("run", model, step=100)
         npuzero.checkpoint.verify("run")
     """
-    Source(resolved(as_path("verify: folder", folder))).verify()
+    CheckpointReader(resolve_checkpoint(as_path("verify: folder", folder))).verify()
 
 
 class Checkpointer:
@@ -262,7 +266,7 @@ class Checkpointer:
         asynchronous: bool = True,
         **kept: Any,
     ) -> None:
-        _check_count("Checkpointer: every", every, 1)
+        _check_save_count("Checkpointer: every", every, 1)
         self._folder = as_path("Checkpointer: folder", folder)
         self._every = every
         asynchronous = check_flag("Checkpointer: asynchronous", asynchronous)
@@ -270,7 +274,7 @@ class Checkpointer:
         self._kept = kept
         self._last: Saving | None = None
 
-    @collective("Checkpointer.resume")
+    @collective_call("Checkpointer.resume")
     def resume(self) -> int:
         """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
         world = engine_of(self._kept["model"]).mesh.world
@@ -280,7 +284,7 @@ class Checkpointer:
             found = world.rank == 0 and latest(self._folder) is not None
         except Exception as error:
             problem = error
-        there, *_ = agree(world, f"resume {self._folder}", problem, found)
+        there, *_ = agree_on_save(world, f"resume {self._folder}", problem, found)
         return (load(self._folder, **self._kept).step or 0) if there else 0
 
     def after(self, step: int, *, extra: Any = None) -> None:
@@ -309,23 +313,23 @@ class Checkpointer:
         self.close()
 
 
-def _agreed_path(
+def _agree_on_path(
     folder: Path, engine: Engine, problem: Exception | None, share: dict[str, Any] | None
-) -> tuple[Path, list[Share]]:
+) -> tuple[Path, list[StageShare]]:
     """Return the checkpoint that rank 0 finds: others may see another one that is just becoming complete; and what each
     stage has. Collective.
     """
     world, name = engine.mesh.world, ""
     try:
         if world.rank == 0:
-            name = str(resolved(folder).relative_to(folder))
+            name = str(resolve_checkpoint(folder).relative_to(folder))
     except Exception as error:
         problem = problem or error
-    said = agree(world, f"load {folder}", problem, [name, share])
-    return folder / str(said[0][0]), [Share(**facts) for _, facts in everyone.of_stages(engine.mesh, said)]
+    said = agree_on_save(world, f"load {folder}", problem, [name, share])
+    return folder / str(said[0][0]), [StageShare(**facts) for _, facts in everyone.pick_per_stage(engine.mesh, said)]
 
 
-def resolved(folder: Path) -> Path:
+def resolve_checkpoint(folder: Path) -> Path:
     """Return ``folder`` itself if it is a checkpoint, else its last complete one.
 
     Raises:
@@ -333,7 +337,7 @@ def resolved(folder: Path) -> Path:
     """
     if any(os.path.lexists(folder / name) for name in (files.METADATA, files.MANIFEST)):
         return folder
-    found, others = folders.survey(folder)
+    found, others = folders.find_checkpoints(folder)
     if not found:
         raise CheckpointError(
             f"load {folder}",
@@ -344,5 +348,5 @@ def resolved(folder: Path) -> Path:
     return found[-1]
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def _check_save_count(name: str, value: object, least: int) -> None:
     check_count(f"save: {name}", value, "Give such a one.", least=least)

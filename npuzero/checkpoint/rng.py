@@ -11,7 +11,7 @@ import torch
 State = dict[str, Any]
 
 
-def state_of(device: torch.device) -> State:
+def capture_rng_state(device: torch.device) -> State:
     """Return what they are in, in forms that load safely: tensors and numbers."""
     kind, keys, *rest = np.random.get_state()
     state: State = {
@@ -24,7 +24,7 @@ def state_of(device: torch.device) -> State:
     return state
 
 
-def restore(state: State, device: torch.device) -> None:
+def load_rng_state(state: State, device: torch.device) -> None:
     """Go on from ``state``; the device's is left alone where it was saved on another kind of device."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
@@ -34,9 +34,9 @@ def restore(state: State, device: torch.device) -> None:
         getattr(torch, device.type).set_rng_state(state["device"], device)
 
 
-def advance(state: State, device: torch.device, turn: int) -> None:
+def set_derived_rng(state: State, device: torch.device, turn: int) -> None:
     """Go on with numbers of one's own, which follow from ``state`` and ``turn``: for ranks there were none of."""
-    restore(state, device)
+    load_rng_state(state, device)
     seeds = torch.randint(2**31, (turn,)).tolist()
     torch.manual_seed(seeds[-1])
     random.seed(seeds[-1])

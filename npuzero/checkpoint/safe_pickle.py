@@ -15,18 +15,18 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 
-class Refused(pickle.UnpicklingError):
+class PickleRefused(pickle.UnpicklingError):
     """Say that the pickle wants something that is not let in."""
 
 
 @dataclass(frozen=True)
-class Function:
+class PickleFunction:
     """Name what a pickle may call: it checks what it is given, and gives nothing much larger than that."""
 
     call: Callable[..., Any]
 
 
-class Kind:
+class PickleDataclass:
     """Name a dataclass that a pickle may make instances of.
 
     Args:
@@ -51,24 +51,24 @@ class Kind:
         """
         if self.ordered:
             if type(state) is not tuple or len(state) != len(self.fields):
-                raise Refused(f"a state of {self.made.__name__} that is no tuple of {len(self.fields)}")
+                raise PickleRefused(f"a state of {self.made.__name__} that is no tuple of {len(self.fields)}")
             values: dict[str, Any] = dict(zip(self.fields, state, strict=True))
         else:
             values = state
         # Once: meanwhile it may have become a key of a dict, which a second state would change.
         if instance.__dict__ or type(values) is not dict:
-            raise Refused(f"a state of {self.made.__name__} that is a second one, or no dict")
+            raise PickleRefused(f"a state of {self.made.__name__} that is a second one, or no dict")
         known = 0
         for name in self.fields:
             if name in values:
                 known += 1
                 types = self.types.get(name)
                 if types is not None and type(values[name]) not in types:
-                    raise Refused(f"{self.made.__name__}.{name} of type {type(values[name]).__name__}")
+                    raise PickleRefused(f"{self.made.__name__}.{name} of type {type(values[name]).__name__}")
             elif name in self.needed:
-                raise Refused(f"{self.made.__name__} without {name}")
+                raise PickleRefused(f"{self.made.__name__} without {name}")
         if known != len(values):
-            raise Refused(f"fields that {self.made.__name__} does not have")
+            raise PickleRefused(f"fields that {self.made.__name__} does not have")
         if self.ordered:
             instance.__setstate__(state)
         else:
@@ -79,7 +79,7 @@ class Kind:
 _MARKS = _ARGUMENTS = 256
 
 
-class _Machine:
+class _PickleMachine:
     """Read one pickle: its bytes, the stack, the memo, and the loop over opcodes, a function each (below)."""
 
     def __init__(
@@ -89,7 +89,7 @@ class _Machine:
         self._at = 0
         self._allowed = allowed
         self.persistent = persistent
-        self.kinds = {kind.made: kind for kind in allowed.values() if isinstance(kind, Kind)}
+        self.kinds = {kind.made: kind for kind in allowed.values() if isinstance(kind, PickleDataclass)}
         self.keys = {str, *(kind.made for kind in self.kinds.values() if kind.key)}
         self.stack: list[Any] = []  # of the values after the last mark
         self._before: list[list[Any]] = []  # the stacks before each mark
@@ -114,12 +114,12 @@ class _Machine:
             else:
                 step = steps.get(code)
                 if step is None:
-                    raise Refused(f"opcode {code:#04x} at byte {self._at - 1}")
+                    raise PickleRefused(f"opcode {code:#04x} at byte {self._at - 1}")
                 step(self)
 
     def mark(self) -> None:
         if len(self._before) == _MARKS:
-            raise Refused(f"more than {_MARKS} marks")
+            raise PickleRefused(f"more than {_MARKS} marks")
         self._before.append(self.stack)
         self.stack = []
 
@@ -133,7 +133,7 @@ class _Machine:
         begin = self._at
         self._at = end = begin + count
         if end > len(self._raw):
-            raise Refused(f"{count} bytes announced, {len(self._raw) - begin} there")
+            raise PickleRefused(f"{count} bytes announced, {len(self._raw) - begin} there")
         return self._raw[begin:end]
 
     def count(self, width: int) -> int:
@@ -151,54 +151,54 @@ class _Machine:
     def find(self, module: Any, name: Any) -> None:
         """Push what stands for a name of the world outside."""
         if type(module) is not str or type(name) is not str or (module, name) not in self._allowed:
-            raise Refused(f"{str(module)[:80]}.{str(name)[:80]} is not let in")
+            raise PickleRefused(f"{str(module)[:80]}.{str(name)[:80]} is not let in")
         self.stack.append(self._allowed[module, name])
 
 
-_Step = Callable[[_Machine], None]
+_Step = Callable[[_PickleMachine], None]
 
 # -- numbers, texts, constants -----------------------------------------------------------------------------------------
 
 
-def _integer(width: int) -> _Step:
+def _push_integer(width: int) -> _Step:
     return lambda machine: machine.stack.append(machine.count(width))
 
 
-def _signed(machine: _Machine) -> None:
+def _push_signed(machine: _PickleMachine) -> None:
     machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
 
 
-def _long(machine: _Machine) -> None:
+def _push_long(machine: _PickleMachine) -> None:
     machine.stack.append(int.from_bytes(machine.take(machine.count(1)), "little", signed=True))
 
 
-def _real(machine: _Machine) -> None:
+def _push_float(machine: _PickleMachine) -> None:
     machine.stack.append(struct.unpack(">d", machine.take(8))[0])
 
 
-def _text(width: int) -> _Step:
+def _push_text(width: int) -> _Step:
     return lambda machine: machine.stack.append(machine.take(machine.count(width)).decode())
 
 
-def _constant(value: object) -> _Step:
+def _push_constant(value: object) -> _Step:
     return lambda machine: machine.stack.append(value)
 
 
-def _protocol(machine: _Machine) -> None:
+def _check_protocol(machine: _PickleMachine) -> None:
     if machine.count(1) > pickle.HIGHEST_PROTOCOL:
-        raise Refused("a later protocol of pickle")
+        raise PickleRefused("a later protocol of pickle")
 
 
-def _frame(machine: _Machine) -> None:
+def _skip_frame(machine: _PickleMachine) -> None:
     machine.take(8)
 
 
-def _put(width: int) -> _Step:
+def _put_memo(width: int) -> _Step:
     """Put into the memo, under numbers that come in order, as picklers give them: none is an allocation."""
 
-    def step(machine: _Machine) -> None:
+    def step(machine: _PickleMachine) -> None:
         if machine.count(width) != len(machine.memo):
-            raise Refused("a memo out of order")
+            raise PickleRefused("a memo out of order")
         machine.memo.append(machine.stack[-1])
 
     return step
@@ -207,153 +207,155 @@ def _put(width: int) -> _Step:
 # -- containers --------------------------------------------------------------------------------------------------------
 
 
-def _empty(kind: type) -> _Step:
+def _push_empty(kind: type) -> _Step:
     return lambda machine: machine.stack.append(kind())
 
 
-def _tuple_of(count: int) -> _Step:
-    def step(machine: _Machine) -> None:
+def _build_tuple(count: int) -> _Step:
+    def step(machine: _PickleMachine) -> None:
         stack = machine.stack
         if count > len(stack):
-            raise Refused("a tuple of values that are not there")
+            raise PickleRefused("a tuple of values that are not there")
         stack[-count:] = [tuple(stack[-count:])]
 
     return step
 
 
-def _tuple_to_mark(machine: _Machine) -> None:
+def _build_marked_tuple(machine: _PickleMachine) -> None:
     made = tuple(machine.pop_to_mark())
     machine.stack.append(made)
 
 
-def _append(machine: _Machine) -> None:
-    _extend(machine, [machine.stack.pop()])
+def _append_item(machine: _PickleMachine) -> None:
+    _extend_list(machine, [machine.stack.pop()])
 
 
-def _appends(machine: _Machine) -> None:
-    _extend(machine, machine.pop_to_mark())
+def _append_items(machine: _PickleMachine) -> None:
+    _extend_list(machine, machine.pop_to_mark())
 
 
-def _extend(machine: _Machine, items: list[Any]) -> None:
+def _extend_list(machine: _PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is not list:
-        raise Refused(f"something appended to a {type(target).__name__}")
+        raise PickleRefused(f"something appended to a {type(target).__name__}")
     target.extend(items)
 
 
-def _set_item(machine: _Machine) -> None:
+def _set_item(machine: _PickleMachine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _update(machine, [key, value])
+    _update_dict(machine, [key, value])
 
 
-def _set_items(machine: _Machine) -> None:
-    _update(machine, machine.pop_to_mark())
+def _set_items(machine: _PickleMachine) -> None:
+    _update_dict(machine, machine.pop_to_mark())
 
 
-def _update(machine: _Machine, items: list[Any]) -> None:
+def _update_dict(machine: _PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is not dict or len(items) % 2:
-        raise Refused(f"items set in a {type(target).__name__}")
+        raise PickleRefused(f"items set in a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) not in machine.keys:  # others may take long to hash, or for ever
-            raise Refused(f"a key that is a {type(key).__name__}")
+            raise PickleRefused(f"a key that is a {type(key).__name__}")
         target[key] = value
 
 
 # -- what is let in ----------------------------------------------------------------------------------------------------
 
 
-def _find(machine: _Machine) -> None:
+def _find_global(machine: _PickleMachine) -> None:
     module = machine.line()
     machine.find(module, machine.line())
 
 
-def _find_on_stack(machine: _Machine) -> None:
+def _find_stack_global(machine: _PickleMachine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     machine.find(module, name)
 
 
-def _reduce(machine: _Machine) -> None:
+def _call_function(machine: _PickleMachine) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
-    if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _ARGUMENTS:
-        raise Refused(f"a call of a {type(function).__name__}")
+    if type(function) is not PickleFunction or type(arguments) is not tuple or len(arguments) > _ARGUMENTS:
+        raise PickleRefused(f"a call of a {type(function).__name__}")
     machine.stack.append(function.call(*arguments))
 
 
-def _new(machine: _Machine) -> None:
+def _new_instance(machine: _PickleMachine) -> None:
     arguments, kind = machine.stack.pop(), machine.stack.pop()
-    if type(kind) is not Kind or type(arguments) is not tuple or arguments:
-        raise Refused(f"an instance of a {type(kind).__name__}")
+    if type(kind) is not PickleDataclass or type(arguments) is not tuple or arguments:
+        raise PickleRefused(f"an instance of a {type(kind).__name__}")
     machine.stack.append(object.__new__(kind.made))
 
 
-def _build(machine: _Machine) -> None:
+def _build_instance(machine: _PickleMachine) -> None:
     state, instance = machine.stack.pop(), machine.stack[-1]
     # All else, such as a class or a function of the process, would be changed for good.
     kind = machine.kinds.get(type(instance))
     if kind is None:
-        raise Refused(f"a state of a {type(instance).__name__}")
+        raise PickleRefused(f"a state of a {type(instance).__name__}")
     kind.build(instance, state)
 
 
-def _persist(machine: _Machine) -> None:
+def _load_persistent(machine: _PickleMachine) -> None:
     if machine.persistent is None:
-        raise Refused("a persistent id")
+        raise PickleRefused("a persistent id")
     machine.stack.append(machine.persistent(machine.stack.pop()))
 
 
 _NAMED: dict[str, _Step] = {
-    "PROTO": _protocol,
-    "FRAME": _frame,
-    "MARK": _Machine.mark,
-    "NONE": _constant(None),
-    "NEWTRUE": _constant(True),
-    "NEWFALSE": _constant(False),
-    "BININT": _signed,
-    "BININT1": _integer(1),
-    "BININT2": _integer(2),
-    "LONG1": _long,
-    "BINFLOAT": _real,
-    "SHORT_BINUNICODE": _text(1),
-    "BINUNICODE": _text(4),
-    "BINUNICODE8": _text(8),
-    "EMPTY_LIST": _empty(list),
-    "EMPTY_DICT": _empty(dict),
-    "EMPTY_TUPLE": _constant(()),
-    "APPEND": _append,
-    "APPENDS": _appends,
+    "PROTO": _check_protocol,
+    "FRAME": _skip_frame,
+    "MARK": _PickleMachine.mark,
+    "NONE": _push_constant(None),
+    "NEWTRUE": _push_constant(True),
+    "NEWFALSE": _push_constant(False),
+    "BININT": _push_signed,
+    "BININT1": _push_integer(1),
+    "BININT2": _push_integer(2),
+    "LONG1": _push_long,
+    "BINFLOAT": _push_float,
+    "SHORT_BINUNICODE": _push_text(1),
+    "BINUNICODE": _push_text(4),
+    "BINUNICODE8": _push_text(8),
+    "EMPTY_LIST": _push_empty(list),
+    "EMPTY_DICT": _push_empty(dict),
+    "EMPTY_TUPLE": _push_constant(()),
+    "APPEND": _append_item,
+    "APPENDS": _append_items,
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
-    "TUPLE": _tuple_to_mark,
-    "TUPLE1": _tuple_of(1),
-    "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3),
-    "BINPUT": _put(1),
-    "LONG_BINPUT": _put(4),
-    "GLOBAL": _find,
-    "STACK_GLOBAL": _find_on_stack,
-    "REDUCE": _reduce,
-    "NEWOBJ": _new,
-    "BUILD": _build,
-    "BINPERSID": _persist,
+    "TUPLE": _build_marked_tuple,
+    "TUPLE1": _build_tuple(1),
+    "TUPLE2": _build_tuple(2),
+    "TUPLE3": _build_tuple(3),
+    "BINPUT": _put_memo(1),
+    "LONG_BINPUT": _put_memo(4),
+    "GLOBAL": _find_global,
+    "STACK_GLOBAL": _find_stack_global,
+    "REDUCE": _call_function,
+    "NEWOBJ": _new_instance,
+    "BUILD": _build_instance,
+    "BINPERSID": _load_persistent,
 }
 _STEPS = {getattr(pickle, name)[0]: step for name, step in _NAMED.items()}
 
 
-def loads(raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None = None) -> Any:
+def load_pickle(
+    raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None = None
+) -> Any:
     """Load the object that ``raw`` pickles, built of nothing but containers, numbers, texts and what ``allowed`` names.
 
     Args:
-        allowed: what stands for each (module, name) that the pickle may ask for: a :class:`Function`, a
-            :class:`Kind`, or a constant.
+        allowed: what stands for each (module, name) that the pickle may ask for: a :class:`PickleFunction`, a
+            :class:`PickleDataclass`, or a constant.
         persistent: makes an object of a persistent id, whatever that is.
 
     Raises:
         Refused: it wants something else, or is no pickle.
     """
     try:
-        return _Machine(raw, allowed, persistent).run()
-    except Refused:
+        return _PickleMachine(raw, allowed, persistent).run()
+    except PickleRefused:
         raise
     except Exception as error:  # whatever broken bytes lead to: they are no pickle
-        raise Refused(f"{type(error).__name__}: {error}"[:200]) from error
+        raise PickleRefused(f"{type(error).__name__}: {error}"[:200]) from error

@@ -46,7 +46,7 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class SafetensorsEntry:
     """Say where a tensor lies.
 
     Attributes:
@@ -68,7 +68,7 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     """Return the tensors of a file, by name.
 
     Raises:
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
-                raise _torn(path, f"a header of {length:,} bytes in a file of {size:,}")
+                raise _torn_file_error(path, f"a header of {length:,} bytes in a file of {size:,}")
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(
@@ -88,37 +88,39 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         header = parse_json(text)
     except ValueError as error:
-        raise _torn(path, f"a header that is no JSON: {error}") from error
+        raise _torn_file_error(path, f"a header that is no JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _torn(path, "a header that is no JSON object")
+        raise _torn_file_error(path, "a header that is no JSON object")
     header.pop("__metadata__", None)
     data = _LENGTH_BYTES + length
-    return _entries(path, header, data, size - data)
+    return _parse_entries(path, header, data, size - data)
 
 
-def _entries(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict[str, Entry]:
-    placed = {name: _entry(path, name, facts, data) for name, facts in header.items()}
+def _parse_entries(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict[str, SafetensorsEntry]:
+    placed = {name: _parse_entry(path, name, facts, data) for name, facts in header.items()}
     end = 0
     for entry, begin, stop in sorted(placed.values(), key=lambda place: place[1:]):
         if begin != end:
-            raise _torn(path, f"data from byte {begin} on, where the tensor before ends at {end}", entry.name)
+            raise _torn_file_error(
+                path, f"data from byte {begin} on, where the tensor before ends at {end}", entry.name
+            )
         end = stop
         if end > size:
-            raise _torn(path, f"data up to byte {end:,} of {size:,} that are there", entry.name)
+            raise _torn_file_error(path, f"data up to byte {end:,} of {size:,} that are there", entry.name)
     if end != size:
-        raise _torn(path, f"{size - end:,} bytes behind the last tensor")
+        raise _torn_file_error(path, f"{size - end:,} bytes behind the last tensor")
     return {name: entry for name, (entry, _, _) in placed.items()}
 
 
-def _entry(path: Path, name: str, facts: Any, data: int) -> tuple[Entry, int, int]:
+def _parse_entry(path: Path, name: str, facts: Any, data: int) -> tuple[SafetensorsEntry, int, int]:
     """Return the tensor, and where its bytes begin and end behind the header."""
     known = isinstance(facts, dict) and isinstance(facts.get("dtype"), str) and facts["dtype"] in DTYPES
     if not known or not _are_sizes(facts.get("shape")) or not _are_sizes(facts.get("data_offsets"), 2):
-        raise _torn(path, f"{str(facts)[:200]}, which is no dtype, shape and range", name)
+        raise _torn_file_error(path, f"{str(facts)[:200]}, which is no dtype, shape and range", name)
     begin, end = facts["data_offsets"]
-    entry = Entry(name, DTYPES[facts["dtype"]], tuple(facts["shape"]), path, data + begin)
+    entry = SafetensorsEntry(name, DTYPES[facts["dtype"]], tuple(facts["shape"]), path, data + begin)
     if end - begin != entry.nbytes:
-        raise _torn(path, f"{end - begin:,} bytes for {facts['dtype']} {list(entry.shape)}", name)
+        raise _torn_file_error(path, f"{end - begin:,} bytes for {facts['dtype']} {list(entry.shape)}", name)
     return entry, begin, end
 
 
@@ -140,12 +142,12 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], me
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _torn(path: Path, got: str, name: str | None = None) -> CheckpointError:
+def _torn_file_error(path: Path, got: str, name: str | None = None) -> CheckpointError:
     return CheckpointError(
         f"{path}" + (f": tensor {name}" if name is not None else ""),
         expected="a whole safetensors file",

@@ -18,38 +18,38 @@ from typing import Any, NamedTuple
 from npuzero import observe
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint.archive import item_bytes
-from npuzero.checkpoint.beside import Beside, Copies
+from npuzero.checkpoint.beside import BackgroundSnapshot, SnapshotMemory
 from npuzero.checkpoint.files import (
     METADATA,
     DataFile,
-    Facts,
+    FileFacts,
     Manifest,
-    as_bytes,
-    damaged,
-    data_name,
-    encode,
-    read,
-    table_name,
-    write,
+    checksum_file_name,
+    damaged_file_error,
+    data_file_name,
+    encode_object,
+    host_tensor_memory,
+    read_file,
+    write_durably,
     write_manifest,
 )
-from npuzero.checkpoint.folder import Partial
-from npuzero.checkpoint.metadata import Draft, load
-from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Entry, Item, Part
-from npuzero.checkpoint.stages import Share, groups_of
+from npuzero.checkpoint.folder import PartialCheckpoint
+from npuzero.checkpoint.metadata import MetadataBuilder, parse_metadata
+from npuzero.checkpoint.parts import MODEL, OPTIMIZER, SavedBox, SavedPart, UnshardedEntry
+from npuzero.checkpoint.stages import StageShare, merge_group_names
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
 from npuzero.plan import PIPE, STAGE, TENSOR, MeshShape
 from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
-from npuzero.shard.snapshot import NOW, Later, Snapshot
+from npuzero.shard.snapshot import NOW, Later, StateSnapshot
 
 #: Saves talk to each other apart from training, since they may run beside it.
 CHANNEL = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """Describe one save, as one rank knows it.
 
     Attributes:
@@ -66,17 +66,17 @@ class Job:
     folder: Path
     step: int
     keep_last: int | None
-    share: Share
-    parts: Sequence[Part] = ()
-    entries: Sequence[Entry] = ()
-    shared: Sequence[Entry] = ()
+    share: StageShare
+    parts: Sequence[SavedPart] = ()
+    entries: Sequence[UnshardedEntry] = ()
+    shared: Sequence[UnshardedEntry] = ()
     groups: Sequence[Mapping[str, Any]] = ()
     own: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        return self.folder / folders.name_of(self.step)
+        return self.folder / folders.step_folder_name(self.step)
 
     def outline(self) -> dict[str, str]:
         """Return, by the name of each part that all ranks give, a digest of what it consists of; no values."""
@@ -96,7 +96,7 @@ class Job:
             found[name].append(name)
         return {name: f"{zlib.crc32(repr(facts).encode()):08x}" for name, facts in sorted(found.items())}
 
-    def written_by(self, rank: int, shape: MeshShape, shares: Sequence[Share]) -> list[Entry]:
+    def written_by(self, rank: int, shape: MeshShape, shares: Sequence[StageShare]) -> list[UnshardedEntry]:
         """Return what ``rank`` writes beside sharded tensors; ``shares``: of all stages, in their order."""
         stage = shape.index((PIPE,), rank)
         if shape.index(STAGE, rank):
@@ -104,9 +104,9 @@ class Job:
         before = {key for share in shares[:stage] for key in share.entries}
         entries = [entry for entry in self.entries if entry.key not in before]
         if self.share.groups is not None and all(share.groups is None for share in shares[:stage]):
-            names = groups_of(shares, f"save {self.path}")
+            names = merge_group_names(shares, f"save {self.path}")
             entries += [
-                Entry((OPTIMIZER, "param_groups", g, key), names[g] if key == "params" else group[key])
+                UnshardedEntry((OPTIMIZER, "param_groups", g, key), names[g] if key == "params" else group[key])
                 for g, group in enumerate(self.groups)
                 for key in group
             ]
@@ -168,19 +168,19 @@ os.register_at_fork(after_in_child=_unheard.clear)  # their threads are the pare
 
 
 @atexit.register
-def _hear() -> None:
+def _report_unraised() -> None:
     """Show what went wrong and was raised nowhere; the interpreter has waited for the threads."""
     for saving in list(_unheard):
         saving.wait()
 
 
-class Saver:
+class CheckpointSaver:
     """Hold what saves of one model share: the save under way, and ``copies``, host memory of snapshots."""
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.mesh.world
         self._shape = engine.mesh.shape
-        self.copies = Copies(engine.world.device)
+        self.copies = SnapshotMemory(engine.world.device)
         self._last: Saving | None = None
         self._world.companions.add(self)
 
@@ -195,7 +195,7 @@ class Saver:
         if self._last in _unheard:
             self.finish()
 
-    def save(self, job: Job, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
+    def save(self, job: SaveJob, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
         """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective.
 
         Args:
@@ -204,14 +204,14 @@ class Saver:
         with contextlib.ExitStack() as undo:
             items = self._items(job.parts, NOW)
             if asynchronous:
-                snapshot = Beside(self.copies)
+                snapshot = BackgroundSnapshot(self.copies)
                 undo.callback(snapshot.release)
                 with observe.span("snapshot", job.path.name):
                     try:
                         items = iter([*self._items(job.parts, snapshot)])
                     except Exception as error:
                         problem = error
-            place = begin(self._world, self._shape, job, problem)
+            place = begin_checkpoint(self._world, self._shape, job, problem)
             # Now, as with tensors: buffers, schedules and options change as training goes on.
             objects = place.encode(job, self._world.rank, self._shape)
             done = undo.pop_all().close
@@ -226,7 +226,7 @@ class Saver:
         saving.run(write, beside=asynchronous)
         return saving
 
-    def _items(self, parts: Sequence[Part], snapshot: Snapshot) -> Iterator[tuple[Item, Later]]:
+    def _items(self, parts: Sequence[SavedPart], snapshot: StateSnapshot) -> Iterator[tuple[SavedBox, Later]]:
         """Yield what this rank writes, and how to have its elements."""
         for part in parts:
             for item in part.items(self._world.rank, self._shape):
@@ -234,20 +234,22 @@ class Saver:
                 yield item, part.later(own, snapshot)
 
 
-def saver_of(engine: Engine) -> Saver:
+def get_saver(engine: Engine) -> CheckpointSaver:
     """Return the saver of a model, made at its first save."""
-    return _savers.setdefault(engine, Saver(engine))
+    return _savers.setdefault(engine, CheckpointSaver(engine))
 
 
-_savers: weakref.WeakKeyDictionary[Engine, Saver] = weakref.WeakKeyDictionary()
+_savers: weakref.WeakKeyDictionary[Engine, CheckpointSaver] = weakref.WeakKeyDictionary()
 
 
-def agree(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """Exchange what every rank says, see :func:`npuzero.shard.everyone.agree`, on the channel of saves."""
-    return everyone.agree(world, subject, problem, value, CHANNEL)
+def agree_on_save(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
+    """Exchange what every rank says, see :func:`npuzero.shard.everyone.exchange_or_raise`, on the channel of saves."""
+    return everyone.exchange_or_raise(world, subject, problem, value, CHANNEL)
 
 
-def begin(world: World, shape: MeshShape, job: Job, problem: Exception | None = None) -> Place:
+def begin_checkpoint(
+    world: World, shape: MeshShape, job: SaveJob, problem: Exception | None = None
+) -> CheckpointWriter:
     """Begin a fresh folder that every rank sees, for parts that every rank has. Collective.
 
     Args:
@@ -258,29 +260,33 @@ def begin(world: World, shape: MeshShape, job: Job, problem: Exception | None = 
             folder on some rank; ranks are at different steps, or give different parts.
     """
     subject = f"save {job.path}"
-    partial: Partial | None = None
+    partial: PartialCheckpoint | None = None
     try:
         if world.rank == 0 and problem is None:
-            partial = Partial(job.folder, job.step)
+            partial = PartialCheckpoint(job.folder, job.step)
     except (CheckpointError, OSError) as error:
         problem = error
     try:
         # A problem travels too: a rank that raised before would leave the others waiting for what it says.
         share = None if shape.index(STAGE, world.rank) else asdict(job.share)
-        said = agree(world, subject, problem, [job.step, partial and partial.path.name, share, job.outline()])
+        said = agree_on_save(world, subject, problem, [job.step, partial and partial.path.name, share, job.outline()])
         path = job.folder / str(said[0][1])
         ranks = shape.size(STAGE)
-        shares = [Share(**facts) for _, _, facts, _ in said[::ranks]]
-        agree(world, subject, _misfit(subject, [step for step, *_ in said], [parts for *_, parts in said], path, ranks))
-        groups_of(shares, subject)
+        shares = [StageShare(**facts) for _, _, facts, _ in said[::ranks]]
+        agree_on_save(
+            world,
+            subject,
+            _find_save_conflict(subject, [step for step, *_ in said], [parts for *_, parts in said], path, ranks),
+        )
+        merge_group_names(shares, subject)
     except BaseException:
         if partial is not None:
             partial.drop()
         raise
-    return Place(path, partial, shares)
+    return CheckpointWriter(path, partial, shares)
 
 
-def _misfit(
+def _find_save_conflict(
     subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path, ranks: int
 ) -> CheckpointError | None:
     """Return what keeps the ranks from saving together; ``ranks``: of a stage, which have the same of the model."""
@@ -304,7 +310,7 @@ def _misfit(
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """Hold what a rank says of what it wrote.
 
     Attributes:
@@ -321,44 +327,44 @@ class Report:
     objects: Sequence[Sequence[int]]
 
 
-def _signed(item: Item, signature: int) -> int:
+def _extend_signature(item: SavedBox, signature: int) -> int:
     """Extend ``signature`` of the items before by ``item``."""
     return zlib.crc32(repr((item.cut.paths, item.box)).encode(), signature)
 
 
-class Objects(NamedTuple):
+class SavedObjects(NamedTuple):
     """Hold what a rank writes beside sharded tensors, as bytes: its own, by the order of names, and entries."""
 
     own: list[bytes]
-    shared: list[tuple[Entry, bytes]]
+    shared: list[tuple[UnshardedEntry, bytes]]
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointWriter:
     """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it; ``shares`` of all
     stages, in their order.
     """
 
     path: Path
-    partial: Partial | None
-    shares: Sequence[Share]
+    partial: PartialCheckpoint | None
+    shares: Sequence[StageShare]
 
-    def encode(self, job: Job, rank: int, shape: MeshShape) -> Objects | Exception:
+    def encode(self, job: SaveJob, rank: int, shape: MeshShape) -> SavedObjects | Exception:
         """Return what ``rank`` writes beside sharded tensors, as it is now; or why it cannot, which all are to be
         told.
         """
         try:
-            own = [encode(name, value) for name, value in job.own.items()]
+            own = [encode_object(name, value) for name, value in job.own.items()]
             shared = job.written_by(rank, shape, self.shares)
-            return Objects(own, [(entry, encode(entry.key, entry.value)) for entry in shared])
+            return SavedObjects(own, [(entry, encode_object(entry.key, entry.value)) for entry in shared])
         except Exception as error:
             return error
 
     def write(
         self,
-        job: Job,
-        items: Iterator[tuple[Item, Later]],
-        objects: Objects | Exception,
+        job: SaveJob,
+        items: Iterator[tuple[SavedBox, Later]],
+        objects: SavedObjects | Exception,
         world: World,
         shape: MeshShape,
     ) -> None:
@@ -371,14 +377,14 @@ class Place:
 
     def _write(
         self,
-        job: Job,
-        items: Iterator[tuple[Item, Later]],
-        objects: Objects | Exception,
+        job: SaveJob,
+        items: Iterator[tuple[SavedBox, Later]],
+        objects: SavedObjects | Exception,
         world: World,
         shape: MeshShape,
     ) -> None:
-        draft = Draft()
-        report: Report | None = None
+        draft = MetadataBuilder()
+        report: SaveReport | None = None
         problem: Exception | None = None
         try:
             with observe.span("write", job.path.name):
@@ -387,59 +393,69 @@ class Place:
                 report = self._write_own(items, objects, world.rank, draft)
         except Exception as error:
             problem = error
-        reports = [Report(*r) for r in agree(world, f"save {job.path}", problem, report and astuple(report))]
-        drawn: Facts | None = None
+        reports = [
+            SaveReport(*r) for r in agree_on_save(world, f"save {job.path}", problem, report and astuple(report))
+        ]
+        drawn: FileFacts | None = None
         try:
             if shape.index(STAGE, world.rank) == 0:
                 self._draw_up(job, shape, draft, reports, world.rank)
                 if self.partial is None:
-                    drawn = write(self.path / _draft_name(shape.index((PIPE,), world.rank)), draft.dump())
+                    drawn = write_durably(
+                        self.path / _stage_metadata_name(shape.index((PIPE,), world.rank)), draft.dump()
+                    )
         except Exception as error:
             problem = error
         others: list[Any] = [None]
         if shape.pipe > 1:
-            others = agree(world, f"save {job.path}", problem, drawn and astuple(drawn))[:: shape.size(STAGE)]
+            others = agree_on_save(world, f"save {job.path}", problem, drawn and astuple(drawn))[:: shape.size(STAGE)]
         try:
             if problem is None and self.partial is not None:
                 with observe.span("commit", job.path.name):
                     for stage, facts in enumerate(others[1:], 1):
-                        self._add(draft, stage, Facts(*facts))
+                        self._add(draft, stage, FileFacts(*facts))
                     self._commit(self.partial, job, shape, draft, reports)
         except Exception as error:
             problem = error
         if self.partial is not None:
             self.partial.drop()
-        agree(world, f"save {job.path}", problem)
+        agree_on_save(world, f"save {job.path}", problem)
 
-    def _write_own(self, items: Iterator[tuple[Item, Later]], written: Objects, rank: int, draft: Draft) -> Report:
+    def _write_own(
+        self, items: Iterator[tuple[SavedBox, Later]], written: SavedObjects, rank: int, draft: MetadataBuilder
+    ) -> SaveReport:
         count = signature = 0
-        with DataFile(self.path / data_name(rank)) as file:
+        with DataFile(self.path / data_file_name(rank)) as file:
             for item, later in items:
-                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(item.site.of(later().cpu()).contiguous()))
-                count, signature = count + 1, _signed(item, signature)
+                file.add_tensor(
+                    item.cut.dtype, item.box.sizes, host_tensor_memory(item.site.of(later().cpu()).contiguous())
+                )
+                count, signature = count + 1, _extend_signature(item, signature)
             places: dict[bytes, tuple[int, int]] = {}
             for entry, raw in written.shared:
                 place = places[raw] if raw in places else places.setdefault(raw, file.add_object(raw))
-                draft.add_object(entry.path, entry.value, data_name(rank), *place)
+                draft.add_object(entry.path, entry.value, data_file_name(rank), *place)
             objects = [[*file.add_object(raw), zlib.crc32(raw)] for raw in written.own]
         data, table = ((facts.nbytes, facts.crc) for facts in file.facts)
-        return Report(data, table, count, signature, objects)
+        return SaveReport(data, table, count, signature, objects)
 
-    def _draw_up(self, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report], first: int) -> None:
+    def _draw_up(
+        self, job: SaveJob, shape: MeshShape, draft: MetadataBuilder, reports: Sequence[SaveReport], first: int
+    ) -> None:
         """Add to ``draft`` where everything is that the ranks of a stage wrote, as its ``first`` rank knows it."""
         here = [part for part in job.parts if part.of_stage(first, shape)]
         for part in here:
             for cut in part.cuts:
                 draft.add_cut(cut)
         for rank in range(first, first + shape.size(STAGE)):
-            report, name = reports[rank], data_name(rank)
+            report, name = reports[rank], data_file_name(rank)
             offset = count = signature = 0
             # Nobody sent what lies where: it follows from the parts, and a rank that has others has another signature.
             for item in chain.from_iterable(part.items(rank, shape) for part in here):
                 length = item_bytes(item.nbytes)
                 draft.add_box(item.cut, item.box, name, offset, length)
                 offset += length
-                count, signature = count + 1, _signed(item, signature)
+                count, signature = count + 1, _extend_signature(item, signature)
             for kind, (start, length, _) in zip(job.own, report.objects, strict=True):
                 draft.add_object((kind, str(rank)), None, name, start, length)
             if (report.items, report.signature) != (count, signature):
@@ -451,23 +467,30 @@ class Place:
                     rank=rank,
                 )
 
-    def _add(self, draft: Draft, stage: int, facts: Facts) -> None:
+    def _add(self, draft: MetadataBuilder, stage: int, facts: FileFacts) -> None:
         """Add to ``draft`` what another stage has drawn up, and take its file away."""
-        path = self.path / _draft_name(stage)
-        raw = read(path)
-        if Facts(len(raw), zlib.crc32(raw)) != facts:
-            raise damaged(path, f"CRC-32 {facts.crc:08x}", f"{zlib.crc32(raw):08x}")
-        draft.add_draft(load(raw, path))
+        path = self.path / _stage_metadata_name(stage)
+        raw = read_file(path)
+        if FileFacts(len(raw), zlib.crc32(raw)) != facts:
+            raise damaged_file_error(path, f"CRC-32 {facts.crc:08x}", f"{zlib.crc32(raw):08x}")
+        draft.add_draft(parse_metadata(raw, path))
         path.unlink()
         for alias, name in self.shares[stage].aliases.items():
             draft.add_alias((MODEL, alias), (MODEL, name))
 
-    def _commit(self, partial: Partial, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report]) -> None:
-        listed: dict[str, Facts] = {}
+    def _commit(
+        self,
+        partial: PartialCheckpoint,
+        job: SaveJob,
+        shape: MeshShape,
+        draft: MetadataBuilder,
+        reports: Sequence[SaveReport],
+    ) -> None:
+        listed: dict[str, FileFacts] = {}
         for rank, report in enumerate(reports):
-            name = data_name(rank)
-            listed |= {name: Facts(*report.data), table_name(name): Facts(*report.table)}
-        listed[METADATA] = write(self.path / METADATA, draft.dump())
+            name = data_file_name(rank)
+            listed |= {name: FileFacts(*report.data), checksum_file_name(name): FileFacts(*report.table)}
+        listed[METADATA] = write_durably(self.path / METADATA, draft.dump())
         own = [{tuple(report.objects[i][1:]) for report in reports} for i in range(len(job.own))]
         alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
         # Tensor ranks read alike, and so do stages.
@@ -475,17 +498,17 @@ class Place:
         facts = {"step": job.step, "world": len(reports), "readers": readers, "alike": alike, **job.facts}
         write_manifest(self.path, facts, listed)
         # Before the folder gets the name that says: all of it is there.
-        _read_back(self.path, listed)
+        _verify_written(self.path, listed)
         path = partial.commit()
         if job.keep_last is not None:
-            folders.keep_last(job.folder, job.keep_last, path)
+            folders.remove_old_checkpoints(job.folder, job.keep_last, path)
 
 
-def _draft_name(stage: int) -> str:
+def _stage_metadata_name(stage: int) -> str:
     return f"{METADATA}.{stage}"
 
 
-def _read_back(path: Path, listed: Mapping[str, Facts]) -> None:
+def _verify_written(path: Path, listed: Mapping[str, FileFacts]) -> None:
     """Compare what is on disk with what was said to be written: no older checkpoint goes for one that cannot be loaded.
 
     Raises:
@@ -493,5 +516,5 @@ def _read_back(path: Path, listed: Mapping[str, Facts]) -> None:
     """
     manifest = Manifest(path)
     for name in listed:
-        if name in (METADATA, table_name(name)):
+        if name in (METADATA, checksum_file_name(name)):
             manifest.read(name)

@@ -19,15 +19,24 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from npuzero.checkpoint import metadata, safe_pickle
 from npuzero.checkpoint.archive import HEAD, TAIL
-from npuzero.checkpoint.boxes import Box
-from npuzero.checkpoint.files import MANIFEST, METADATA, Manifest, as_bytes, damaged, decode, missing, read
+from npuzero.checkpoint.boxes import TensorBox
+from npuzero.checkpoint.files import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    damaged_file_error,
+    decode_object,
+    host_tensor_memory,
+    read_file,
+    unreadable_file_error,
+)
 from npuzero.checkpoint.metadata import Chunk, Index, Tensors
 from npuzero.errors import CheckpointError
-from npuzero.ops.storage.lazy import lazy
+from npuzero.ops.storage.lazy import is_lazy
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """Describe a box of a tensor, and where its elements go.
 
     Attributes:
@@ -36,18 +45,18 @@ class Wanted:
     """
 
     key: str
-    box: Box
+    box: TensorBox
     target: Callable[[], Tensor]
     landed: Callable[[], None] = lambda: None
 
     @staticmethod
-    def all_of(key: str, target: Tensor) -> Wanted:
+    def all_of(key: str, target: Tensor) -> ReadRequest:
         """Return the whole tensor ``key`` as what is wanted in ``target``."""
-        return Wanted(key, Box((0,) * target.dim(), tuple(target.shape)), lambda: target)
+        return ReadRequest(key, TensorBox((0,) * target.dim(), tuple(target.shape)), lambda: target)
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _ItemCopy:
     """Describe what one stored item gives to one of those that are wanted, by number."""
 
     item: Any  # DCP's index: name and offset
@@ -57,7 +66,7 @@ class _Copy:
     there: tuple[slice, ...]
 
 
-class Source:
+class CheckpointReader:
     """Read an open checkpoint.
 
     Attributes:
@@ -72,8 +81,8 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = Manifest(path) if os.path.lexists(path / MANIFEST) else None
-        raw = self.manifest.read(METADATA) if self.manifest else read(path / METADATA)
-        found = metadata.load(raw, path / METADATA)
+        raw = self.manifest.read(METADATA) if self.manifest else read_file(path / METADATA)
+        found = metadata.parse_metadata(raw, path / METADATA)
         self.tensors: dict[str, Any] = found.state_dict_metadata
         self._stored: dict[Any, Any] = found.storage_data
         self._checksums: dict[str, dict[int, int]] = {}
@@ -85,7 +94,7 @@ class Source:
         described = self.tensors[key]
         if type(described) is Tensors:
             whole = torch.empty(described.size, dtype=described.properties.dtype)
-            self.fill([Wanted.all_of(key, whole)])
+            self.fill([ReadRequest.all_of(key, whole)])
             return whole
         info = self._stored[Index(key)]
         place = info.relative_path, info.offset
@@ -93,18 +102,18 @@ class Source:
             with self._open(info.relative_path) as file:
                 raw = self._raw(file, Index(key))
             try:
-                self._objects[place] = decode(raw)
+                self._objects[place] = decode_object(raw)
             except Exception as error:  # whatever broken bytes lead to
                 raise self._damaged(Index(key), "what torch.load takes with weights_only=True", str(error)) from error
         return self._objects[place]
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read what is wanted, each item of a file once, in the order of what is wanted of it first.
 
         Raises:
             CheckpointError: an item is damaged.
         """
-        copies: dict[tuple[str, int], list[_Copy]] = defaultdict(list)
+        copies: dict[tuple[str, int], list[_ItemCopy]] = defaultdict(list)
         left = [0] * len(wanted)
         for copy in self._copies(wanted):
             info = self._stored[copy.item]
@@ -141,11 +150,17 @@ class Source:
             if type(described) is Tensors:
                 for chunk in described.chunks:
                     target = torch.empty(chunk.sizes, dtype=described.properties.dtype)
-                    self.fill([Wanted(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), partial(_itself, target))])
+                    self.fill(
+                        [
+                            ReadRequest(
+                                key, TensorBox(tuple(chunk.offsets), tuple(chunk.sizes)), partial(_whole_target, target)
+                            )
+                        ]
+                    )
             else:
                 self.read_object(key)
 
-    def _copies(self, wanted: Sequence[Wanted]) -> Iterator[_Copy]:
+    def _copies(self, wanted: Sequence[ReadRequest]) -> Iterator[_ItemCopy]:
         by_key: dict[str, list[int]] = defaultdict(list)
         for number, want in enumerate(wanted):
             if want.box.numel:
@@ -161,9 +176,9 @@ class Source:
                 place = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                 there = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
                 stored = item.storage_index
-                yield _Copy(stored, sizes[stored.offset], place, numbers[i], there)
+                yield _ItemCopy(stored, sizes[stored.offset], place, numbers[i], there)
 
-    def _read_item(self, file: BinaryIO, copies: Sequence[_Copy], wanted: Sequence[Wanted]) -> None:
+    def _read_item(self, file: BinaryIO, copies: Sequence[_ItemCopy], wanted: Sequence[ReadRequest]) -> None:
         first = copies[0]
         targets = [wanted[copy.wanted].target()[copy.there] for copy in copies]
         described = self.tensors[first.item.fqn]
@@ -172,7 +187,7 @@ class Source:
         else:
             # An item that is wanted whole goes straight to where it belongs.
             only = targets[0]
-            plain = only.is_cpu and only.is_contiguous() and not lazy(only)
+            plain = only.is_cpu and only.is_contiguous() and not is_lazy(only)
             whole = plain and only.shape == first.sizes
             direct = whole and len(copies) == 1 and only.dtype == described.properties.dtype
             tensor = only if direct else torch.empty(first.sizes, dtype=described.properties.dtype)
@@ -187,7 +202,7 @@ class Source:
         info = self._stored[index]
         if info.length != HEAD + tensor.nbytes + TAIL:
             raise self._damaged(index, f"{HEAD + tensor.nbytes + TAIL} bytes", str(info.length))
-        head, elements, tail = bytearray(HEAD), as_bytes(tensor), bytearray(TAIL)
+        head, elements, tail = bytearray(HEAD), host_tensor_memory(tensor), bytearray(TAIL)
         self._read_into(file, index, [head, elements, tail])
         self._check(index, zlib.crc32(tail, zlib.crc32(elements, zlib.crc32(head))))
 
@@ -266,14 +281,14 @@ class Source:
 
         def storage(pid: Any) -> Tensor:
             if type(pid) is not tuple or len(pid) != 5 or type(pid[2]) is not str:
-                raise safe_pickle.Refused("a persistent id that is no storage's")
+                raise safe_pickle.PickleRefused("a persistent id that is no storage's")
             return elements(pid[2])
 
         try:
             if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-                raise safe_pickle.Refused("bytes in big-endian order")
-            tensor = safe_pickle.loads(archive.read(records["data.pkl"]), _tensor_globals(dtype), storage)
-        except (safe_pickle.Refused, KeyError) as error:
+                raise safe_pickle.PickleRefused("bytes in big-endian order")
+            tensor = safe_pickle.load_pickle(archive.read(records["data.pkl"]), _tensor_globals(dtype), storage)
+        except (safe_pickle.PickleRefused, KeyError) as error:
             raise self._damaged(index, f"a {dtype} of shape {tuple(sizes)}", str(error)) from error
         if not isinstance(tensor, Tensor) or tensor.shape != sizes:
             raise self._damaged(index, f"a {dtype} of shape {tuple(sizes)}", f"{getattr(tensor, 'shape', tensor)}")
@@ -283,15 +298,15 @@ class Source:
         try:
             return open(self.path / name, "rb", buffering=0)
         except OSError as error:
-            raise missing(self.path / name, error) from error
+            raise unreadable_file_error(self.path / name, error) from error
 
     def _damaged(self, index: Any, expected: str, got: str) -> CheckpointError:
         info = self._stored.get(index)
         at = f"{index.fqn}{list(index.offset) if index.offset is not None else ''}"
-        return damaged(self.path / (METADATA if info is None else info.relative_path), expected, got, at)
+        return damaged_file_error(self.path / (METADATA if info is None else info.relative_path), expected, got, at)
 
 
-def _itself(target: Tensor) -> Tensor:
+def _whole_target(target: Tensor) -> Tensor:
     return target
 
 
@@ -300,16 +315,16 @@ def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:
 
     def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
         if type(storage) is not Tensor or any(type(sizes) is not tuple or len(sizes) > 64 for sizes in (size, stride)):
-            raise safe_pickle.Refused("a tensor of something else than a storage, sizes and strides")
+            raise safe_pickle.PickleRefused("a tensor of something else than a storage, sizes and strides")
         if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-            raise safe_pickle.Refused("a tensor of sizes and strides that are no counts")
+            raise safe_pickle.PickleRefused("a tensor of sizes and strides that are no counts")
         return torch.as_strided(storage, size, stride, offset)  # checks that it stays within the bytes
 
     kinds = {name: None for name in vars(torch) if name.endswith("Storage")}
     return {
-        ("torch._utils", "_rebuild_tensor_v2"): safe_pickle.Function(rebuild),
-        ("torch._utils", "_rebuild_tensor_v3"): safe_pickle.Function(rebuild),
-        ("collections", "OrderedDict"): safe_pickle.Function(metadata.ordered_dict),
+        ("torch._utils", "_rebuild_tensor_v2"): safe_pickle.PickleFunction(rebuild),
+        ("torch._utils", "_rebuild_tensor_v3"): safe_pickle.PickleFunction(rebuild),
+        ("collections", "OrderedDict"): safe_pickle.PickleFunction(metadata.make_ordered_dict),
         **{("torch", name): kind for name, kind in kinds.items()},
         **{("torch.storage", name): kind for name, kind in kinds.items()},
         **metadata.DTYPES,

@@ -14,7 +14,7 @@ GroupNames = list[list[str]]
 
 
 @dataclass(frozen=True)
-class Share:
+class StageShare:
     """Say what a stage has of the model.
 
     Attributes:
@@ -32,13 +32,13 @@ class Share:
     options: list[str]
 
 
-def digest_of(group: Mapping[str, Any]) -> str:
+def digest_options(group: Mapping[str, Any]) -> str:
     """Return a digest of a group's options."""
     options = sorted((key, repr(value)) for key, value in group.items() if key != "params")
     return f"{zlib.crc32(repr(options).encode()):08x}"
 
 
-def groups_of(shares: Sequence[Share], subject: str) -> GroupNames:
+def merge_group_names(shares: Sequence[StageShare], subject: str) -> GroupNames:
     """Return the names in each group over all stages, each once.
 
     Raises:

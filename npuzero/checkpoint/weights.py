@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from npuzero import observe
 from npuzero.arguments import as_path, parse_json, read_text
-from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
-from npuzero.errors import CheckpointError, ConfigError, keywords, nearest
-from npuzero.memory import zeros
-from npuzero.shard.extra import is_extra
-from npuzero.shard.tiles import rows_of
+from npuzero.checkpoint.safetensors import SafetensorsEntry, read_header, view_tensor_bytes
+from npuzero.errors import CheckpointError, ConfigError, find_nearest_name, refuse_unknown_keywords
+from npuzero.memory import allocate_zeros
+from npuzero.shard.extra import is_extra_state
+from npuzero.shard.tiles import find_tile_rows
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-@keywords()
+@refuse_unknown_keywords()
 @dataclass(frozen=True)
 class Weights:
     """Name the files with a model's values, for ``npuzero.zero(..., weights=)``.
@@ -53,7 +53,7 @@ class StoredWeights:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._found: dict[str, Entry] = {}  # by the model's names
+        self._found: dict[str, SafetensorsEntry] = {}  # by the model's names
         self._files: dict[Path, int] = {}
         self._unknown: list[str] = []
 
@@ -64,23 +64,23 @@ class StoredWeights:
             CheckpointError: a file is missing or torn, or a tensor is missing, or of another shape or dtype.
         """
         self._found.clear()
-        entries = tensors_at(as_path("Weights.path", self._weights.path))
+        entries = find_weight_tensors(as_path("Weights.path", self._weights.path))
         rename = self._weights.rename or (lambda name: name)
         wanted: set[str] = set()
-        for names, tensor in _tensors_of(model):
+        for names, tensor in _get_named_tensors(model):
             theirs = [other for other in map(rename, names) if other is not None]
             wanted.update(theirs)
             there = [other for other in theirs if other in entries]
             if there:
-                _check_fits(names[0], tensor, entries[there[0]])
+                _check_tensor_fits(names[0], tensor, entries[there[0]])
                 self._found |= dict.fromkeys(names, entries[there[0]])
             elif theirs:
-                near = nearest(theirs[0], list(entries))
+                near = find_nearest_name(theirs[0], list(entries))
                 got = "none; " + (f"there is {near!r}" if near else f"there are {', '.join(map(repr, [*entries][:5]))}")
                 got += f" among {len(entries)} names"
                 raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", got)
         self._unknown = [] if self._weights.partial else sorted(entries.keys() - wanted)
-        for name, rows in rows_of(model).items():  # a tile's parameter is asked for by its own name
+        for name, rows in find_tile_rows(model).items():  # a tile's parameter is asked for by its own name
             if rows.name in self._found:
                 entry = self._found[rows.name]
                 self._found[name] = replace(entry, begin=entry.begin + rows.begin * entry.dtype.itemsize)
@@ -121,7 +121,7 @@ class StoredWeights:
         )
 
 
-def tensors_at(path: Path) -> dict[str, Entry]:
+def find_weight_tensors(path: Path) -> dict[str, SafetensorsEntry]:
     """Return the tensors of a file, of the files of an index, or of a folder with either.
 
     Raises:
@@ -160,57 +160,57 @@ def read_index(path: Path) -> dict[str, str]:
             do="Give another path.",
         ) from error
     except ValueError as error:
-        raise _no_index(path, f"no JSON: {error}") from error
+        raise _bad_index_error(path, f"no JSON: {error}") from error
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict):
-        raise _no_index(path, "no weight_map")
+        raise _bad_index_error(path, "no weight_map")
     for name, file in places.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise _no_index(path, f"{file!r} for {name}, which is no file beside it")
+            raise _bad_index_error(path, f"{file!r} for {name}, which is no file beside it")
     return places
 
 
-def _no_index(path: Path, got: str) -> CheckpointError:
+def _bad_index_error(path: Path, got: str) -> CheckpointError:
     return CheckpointError(str(path), expected="an index of safetensors files", got=got, do="Download it again.")
 
 
-def read_range(descriptor: int, entry: Entry, begin: int, end: int) -> Tensor:
+def read_range(descriptor: int, entry: SafetensorsEntry, begin: int, end: int) -> Tensor:
     """Read elements ``[begin, end)`` of ``entry`` from its open file.
 
     Raises:
         CheckpointError: the file has become shorter, or cannot be read.
     """
     size = entry.dtype.itemsize
-    raw = zeros((end - begin) * size, torch.uint8, torch.device("cpu"))
-    view, offset = bytes_of(raw), entry.begin + begin * size
+    raw = allocate_zeros((end - begin) * size, torch.uint8, torch.device("cpu"))
+    view, offset = view_tensor_bytes(raw), entry.begin + begin * size
     observe.instant("weights", "read", file=entry.file.name, tensor=entry.name, nbytes=len(view))
     while view:
         try:
             count = os.preadv(descriptor, [view], offset)
         except OSError as error:
-            raise _unreadable(entry, str(error.strerror)) from error
+            raise _unreadable_tensor_error(entry, str(error.strerror)) from error
         if not count:
-            raise _unreadable(entry, "the file's end")
+            raise _unreadable_tensor_error(entry, "the file's end")
         view, offset = view[count:], offset + count
     return raw != 0 if entry.dtype is torch.bool else raw.view(entry.dtype)
 
 
-def _unreadable(entry: Entry, got: str) -> CheckpointError:
+def _unreadable_tensor_error(entry: SafetensorsEntry, got: str) -> CheckpointError:
     return CheckpointError(
         f"{entry.file}: tensor {entry.name}", expected="its bytes", got=got, do="Export or download the file again."
     )
 
 
-def _tensors_of(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+def _get_named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Return what a state dict of ``model`` holds: each tensor once, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not is_extra(name):
+        if not is_extra_state(name):
             found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 
 
-def _check_fits(name: str, tensor: Tensor, entry: Entry) -> None:
+def _check_tensor_fits(name: str, tensor: Tensor, entry: SafetensorsEntry) -> None:
     same = tensor.dtype == entry.dtype or (tensor.dtype.is_floating_point and entry.dtype.is_floating_point)
     if tuple(tensor.shape) != entry.shape or not same:
         raise CheckpointError(
@@ -221,7 +221,7 @@ def _check_fits(name: str, tensor: Tensor, entry: Entry) -> None:
         )
 
 
-def stored(weights: object) -> StoredWeights:
+def parse_weights(weights: object) -> StoredWeights:
     """Return the values that the argument of ``npuzero.zero(weights=)`` names.
 
     Raises:

@@ -6,7 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from npuzero.cli import bench, build_npu, check, config, export, info, plan
+from npuzero.cli.bench import add_bench_parser
+from npuzero.cli.build_npu import add_build_npu_parser
+from npuzero.cli.check import add_check_parser
+from npuzero.cli.config import add_config_parser
+from npuzero.cli.export import add_export_parser
+from npuzero.cli.info import add_info_parser
+from npuzero.cli.plan import add_plan_parser
 from npuzero.errors import NpuZeroError
 
 EXIT_ERROR = 2  # argparse's own
@@ -32,6 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the options of every command."""
     parser = argparse.ArgumentParser(prog="npuzero", description="A ZeRO training engine for Ascend NPU, CUDA and CPU.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (info, plan, config, export, bench, check, build_npu):
-        command.add_parser(commands)
+    for add_parser in (
+        add_info_parser,
+        add_plan_parser,
+        add_config_parser,
+        add_export_parser,
+        add_bench_parser,
+        add_check_parser,
+        add_build_npu_parser,
+    ):
+        add_parser(commands)
     return parser

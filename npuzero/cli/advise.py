@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from npuzero.cli import wires
-from npuzero.cli.arguments import number
-from npuzero.cli.plot import plot
-from npuzero.cli.table import quantity, table
+from npuzero.cli.arguments import parse_number
+from npuzero.cli.plot import plot_reports
+from npuzero.cli.table import format_bytes, format_table
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import LOCAL, NODE, PIPE, PRESETS, SEQUENCE, TENSOR, Memory, Report
-from npuzero.planner.advice import Advice, advise_on, plan_name, sequence_of
+from npuzero.planner.advice import Advice, advise_on, check_sequence_length, plan_name
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.estimate import Estimate
 from npuzero.planner.models import ModelShape
-from npuzero.planner.run import Job
-from npuzero.planner.search import Choices, over_axes
+from npuzero.planner.run import TrainingJob
+from npuzero.planner.search import Choices, choices_over_axes
 from npuzero.planner.workload import ATTENTIONS
 
 #: What a search finds out by itself, and what it does not know of: options that go with the table alone.
@@ -34,11 +34,11 @@ _TABLE_ONLY = (
 _SEARCH_ONLY = ("seq", "presets", "attention", "axes", "table", "trace")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_advice_options(parser: argparse.ArgumentParser) -> None:
     """Add what asks for an answer instead of a table."""
     answer = parser.add_argument_group("an answer: does it fit, how fast, which plan, what batch (docs/plan.md)")
     answer.add_argument("--on", metavar="CLUSTER", help="such as 8x910b-64g, or a cluster's JSON file")
-    answer.add_argument("--seq", type=number, metavar="N", help="tokens of a sequence")
+    answer.add_argument("--seq", type=parse_number, metavar="N", help="tokens of a sequence")
     answer.add_argument("--presets", nargs="+", metavar="NAME", help=f"search among these ({', '.join(PRESETS)})")
     answer.add_argument("--attention", choices=ATTENTIONS, help="plain keeps scores (flash)")
     answer.add_argument("--axes", action="store_true", help="search along tensor, sequence and pipeline ranks, too")
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     answer.add_argument("--trace", type=Path, metavar="FILE", help="write a step of the best plan for Perfetto")
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_advice_options(options: argparse.Namespace) -> None:
     """Check that options belong to what is asked for.
 
     Raises:
@@ -61,27 +61,27 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(option, expected=needed, got=given, do=do)
 
 
-def heads_for(options: argparse.Namespace) -> int:
+def get_heads_divisor(options: argparse.Namespace) -> int:
     """Return by what the heads of a model that is given by its size alone are to be divided."""
     ranks: int = options.tensor * options.sequence
     return max(ranks, Cluster.named(options.on).local) if options.axes else ranks
 
 
-def _choices(cluster: Cluster, options: argparse.Namespace) -> Choices:
+def _build_choices(cluster: Cluster, options: argparse.Namespace) -> Choices:
     """Return among what is searched."""
     choices = Choices(
         presets=tuple(options.presets or PRESETS),
-        precisions=(wires.precision_of(options),),
+        precisions=(wires.build_precision(options),),
         offloads=(options.offload,),
         mode=options.mode or "mtp",
         settings=Settings(prefetch=options.prefetch),
     )
-    choices = over_axes(cluster, choices) if options.axes else choices
+    choices = choices_over_axes(cluster, choices) if options.axes else choices
     given = {axis: (size,) for axis in (TENSOR, SEQUENCE, PIPE) if (size := getattr(options, axis)) > 1}
     return replace(choices, **given)  # type: ignore[arg-type]
 
 
-def _progress(options: argparse.Namespace) -> Callable[[int, int], None] | None:
+def _build_progress_printer(options: argparse.Namespace) -> Callable[[int, int], None] | None:
     """Return what tells a person how far a search along all axes has come, which may take half a minute."""
     if not (options.axes and sys.stderr.isatty()):
         return None
@@ -93,26 +93,29 @@ def _progress(options: argparse.Namespace) -> Callable[[int, int], None] | None:
     return tell
 
 
-def run(model: ModelShape, options: argparse.Namespace) -> str:
+def run_advice(model: ModelShape, options: argparse.Namespace) -> str:
     """Return the command's output."""
     cluster = Cluster.named(options.on)
-    job = Job(model, cluster, sequence_of(options.seq), options.tokens, options.attention or "flash")
-    choices = _choices(cluster, options)
+    job = TrainingJob(model, cluster, check_sequence_length(options.seq), options.tokens, options.attention or "flash")
+    choices = _build_choices(cluster, options)
     advice = advise_on(
-        job, choices, every=(options.table or options.json) and not options.axes, tell=_progress(options)
+        job, choices, every=(options.table or options.json) and not options.axes, tell=_build_progress_printer(options)
     )
     if options.trace:
         timeline = advice.best.timeline
         assert timeline is not None
         timeline.write_trace(options.trace)
-    title = f"{model.name}: {model.parameters:,} parameters, {options.precision}{wires.told(options)}, on {on(cluster)}"
+    title = (
+        f"{model.name}: {model.parameters:,} parameters, "
+        f"{options.precision}{wires.describe_wire_options(options)}, on {format_cluster(cluster)}"
+    )
     title += f", sequences of {job.sequence:,}"
     if options.plot:
-        plot(options.plot, title, reports(advice), cluster.device.memory_bytes)
+        plot_reports(options.plot, title, advice_reports(advice), cluster.device.memory_bytes)
     if options.json:
-        return json.dumps({"model": title, **as_dict(advice)}, indent=2)
+        return json.dumps({"model": title, **advice_dict(advice)}, indent=2)
     legend = [_LEGEND] if options.table else []
-    return "\n\n".join([str(advice), title, *([alternatives(advice)] if options.table else []), *legend])
+    return "\n\n".join([str(advice), title, *([format_alternatives(advice)] if options.table else []), *legend])
 
 
 _LEGEND = """\
@@ -120,7 +123,7 @@ batch: sequences of a micro-batch × micro-batches; device, host, nvme: the most
 sent: by a rank in a step, by axis, inner ones first; tokens/s: of a device; bound: what is busy longest."""
 
 
-def reports(advice: Advice) -> dict[str, Report]:
+def advice_reports(advice: Advice) -> dict[str, Report]:
     """Return a report for each plan with its activations among what is held: of its best run, or where none fits of
     the one that takes least.
     """
@@ -137,42 +140,42 @@ def reports(advice: Advice) -> dict[str, Report]:
     return found
 
 
-def on(cluster: Cluster) -> str:
+def format_cluster(cluster: Cluster) -> str:
     """Return a cluster in words."""
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     return f"{cluster.ranks} × {cluster.name}{nodes}"
 
 
-def alternatives(advice: Advice) -> str:
+def format_alternatives(advice: Advice) -> str:
     """Return a table of what fits, the fastest first, and of what does not."""
     rows = (*advice.found.fitting, *advice.found.misfits)
     memories = [m.value for m in Memory if m is Memory.DEVICE or any(each.memory.get(m.value) for each in rows)]
     nodes = advice.job.cluster.nodes > 1
     sent = ["between nodes", "inside nodes"] if nodes else ["sent"]
     header = ["plan", "batch", "recompute", *memories, *sent, "step", "tokens/s", "bound"]
-    return table(header, [_row(each, memories, nodes, advice.choices.spare) for each in rows])
+    return format_table(header, [_alternative_row(each, memories, nodes, advice.choices.spare) for each in rows])
 
 
-def _row(each: Estimate, memories: Sequence[str], nodes: bool, spare: float) -> list[str]:
+def _alternative_row(each: Estimate, memories: Sequence[str], nodes: bool, spare: float) -> list[str]:
     run = each.run
     levels = each.sent_by_level
     sent = [levels[NODE], levels[LOCAL]]
     if each.timeline is None:
         too_much = max(each.over(spare).values())
-        timed = ["", "", f"{quantity(too_much)} too much"]
+        timed = ["", "", f"{format_bytes(too_much)} too much"]
     else:
         timed = [f"{each.step_s:.3g} s", f"{each.tokens_per_s:,.0f}", each.bound]
     return [
         plan_name(each),
         f"{run.micro_batch} × {run.micro_batches}",
         "yes" if run.recompute else "no",
-        *(quantity(each.memory.get(memory, 0)) for memory in memories),
-        *(quantity(nbytes) for nbytes in (sent if nodes else [sum(sent)])),
+        *(format_bytes(each.memory.get(memory, 0)) for memory in memories),
+        *(format_bytes(nbytes) for nbytes in (sent if nodes else [sum(sent)])),
         *timed,
     ]
 
 
-def as_dict(advice: Advice) -> dict[str, Any]:
+def advice_dict(advice: Advice) -> dict[str, Any]:
     """Return all of an advice, as JSON has it."""
     found, cluster = advice.found, advice.job.cluster
     return {

@@ -7,33 +7,35 @@ import argparse
 import torch
 
 from npuzero.cli import pipes
-from npuzero.cli.arguments import number
+from npuzero.cli.arguments import parse_number
 from npuzero.errors import ConfigError
 from npuzero.parallel.tensor import MODES
 from npuzero.plan import PIPE, POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan
-from npuzero.planner.axes import Layers, divided, mesh_of
+from npuzero.planner.axes import LayerTraffic, arrange_mesh, divide_model_shape
 from npuzero.planner.models import ModelShape
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_axis_options(parser: argparse.ArgumentParser) -> None:
     """Add what says how the ranks are arranged."""
     axes = parser.add_argument_group("axes (docs/tensor.md, docs/sequence.md); the other ranks have data of their own")
-    pipes.add_options(axes)
-    axes.add_argument("--tensor", type=number, default=1, metavar="N", help="ranks that divide the layers (1)")
+    pipes.add_pipe_options(axes)
+    axes.add_argument("--tensor", type=parse_number, default=1, metavar="N", help="ranks that divide the layers (1)")
     axes.add_argument("--mode", choices=tuple(MODES), help="of parallel.tensor (mtp)")
     axes.add_argument(
-        "--sequence", type=number, default=1, metavar="N", help="ranks that share sequences (1); adds the row isp"
+        "--sequence", type=parse_number, default=1, metavar="N", help="ranks that share sequences (1); adds the row isp"
     )
-    axes.add_argument("--pod", type=number, default=1, metavar="N", help="groups that nothing is sharded over (1)")
+    axes.add_argument(
+        "--pod", type=parse_number, default=1, metavar="N", help="groups that nothing is sharded over (1)"
+    )
     axes.add_argument(
         "--tokens",
-        type=number,
+        type=parse_number,
         metavar="N",
         help="that a rank sees in a micro-batch (of its slice, with --sequence): for what layers and stages send",
     )
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_axis_options(options: argparse.Namespace) -> None:
     """Check that options make sense together.
 
     Raises:
@@ -57,22 +59,22 @@ def check_options(options: argparse.Namespace) -> None:
         )
 
 
-def arranged(options: argparse.Namespace) -> bool:
+def has_parallel_axes(options: argparse.Namespace) -> bool:
     """Tell whether there is any axis beside those that ZeRO has of itself."""
     return any(size > 1 for size in (options.pipe, options.tensor, options.sequence, options.pod))
 
 
-def mesh_shape(options: argparse.Namespace) -> MeshShape:
+def build_mesh_shape(options: argparse.Namespace) -> MeshShape:
     """Return the sizes of the axes, as :func:`npuzero.mesh` arranges as many ranks, so many of them on each host.
 
     Raises:
         ConfigError: they do not multiply to the world.
     """
     host = Plan(local_size=options.local).mesh_shape(options.world).local
-    return mesh_of(options.world, host, **{axis: getattr(options, axis) for axis in (PIPE, POD, TENSOR, SEQUENCE)})
+    return arrange_mesh(options.world, host, **{axis: getattr(options, axis) for axis in (PIPE, POD, TENSOR, SEQUENCE)})
 
 
-def layers_of(
+def divide_layers(
     model: ModelShape, mesh: MeshShape, options: argparse.Namespace
 ) -> tuple[ModelShape, dict[str, dict[str, int]]]:
     """Return the model with its parameters cut over tensor ranks, and by axis and collective the bytes that its layers
@@ -81,8 +83,8 @@ def layers_of(
     Raises:
         ConfigError: its layers or heads cannot be divided, or how that is done is not known.
     """
-    model = divided(model, mesh.tensor, options.mode or "mtp")
-    layers = Layers.of(model, mesh)
+    model = divide_model_shape(model, mesh.tensor, options.mode or "mtp")
+    layers = LayerTraffic.of(model, mesh)
     if not options.tokens:
         return model, {}
     itemsize = PRECISIONS[options.precision].parameter_of(torch.float32).itemsize

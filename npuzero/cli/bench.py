@@ -7,16 +7,16 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from npuzero import device as devices
-from npuzero.bench import Record, Result, cluster, comm, fingerprint, ops, summarize
-from npuzero.cli.table import table
-from npuzero.config import launch
+from npuzero.bench import Record, Result, cluster, comm, machine_fingerprint, ops, summarize
+from npuzero.cli.table import format_table
+from npuzero.config import read_launch
 from npuzero.errors import ConfigError
 from npuzero.planner import Cluster
 
@@ -36,18 +36,20 @@ docs/benchmarks.md says more."""
 PROBES = ("in place", "copy", "triad")
 
 
-class Suite(Protocol):
-    """Name what a module with benchmarks offers."""
+class BenchmarkSuite(NamedTuple):
+    """Hold the functions of a suite: the names of its benchmarks, and what measures those that are wanted."""
 
-    def names(self, quick: bool) -> list[str]: ...
-
-    def results(self, wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]: ...
-
-
-_SUITES: dict[str, Suite] = {ops.SUITE: ops, comm.SUITE: comm}
+    names: Callable[[bool], list[str]]
+    results: Callable[[Sequence[str], torch.device, bool], Iterator[Result]]
 
 
-def add_parser(commands: Any) -> None:
+_SUITES = {
+    ops.SUITE: BenchmarkSuite(ops.ops_benchmark_names, ops.measure_ops),
+    comm.SUITE: BenchmarkSuite(comm.comm_benchmark_names, comm.measure_comm),
+}
+
+
+def add_bench_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "bench",
@@ -63,20 +65,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks whose names begin so (all)")
     parser.add_argument("--out", type=Path, metavar="PATH", help="folder for JSON (runs/bench); cluster: file, *.json")
     parser.add_argument("--nvme", type=Path, nargs="+", default=[], metavar="FOLDER", help="cluster: disks to measure")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_bench)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_bench(options: argparse.Namespace) -> str:
     """Return the command's output. Ranks of a launcher take part; the first one writes and tells."""
     device = devices.get(options.device).device
     if options.suite == cluster.SUITE:
-        return _cluster(device, options)
+        return _bench_cluster(device, options)
     if options.nvme:
         raise ConfigError("--nvme", expected="bench cluster", got="another suite", do="Or run: npuzero check --nvme.")
     folder = options.out or Path("runs/bench")
-    leads = launch().rank == 0
+    leads = read_launch().rank == 0
     chosen = {name: _SUITES[name] for name in ([options.suite] if options.suite else _SUITES)}
-    wanted = {name: _wanted(suite.names(options.quick), options.only) for name, suite in chosen.items()}
+    wanted = {name: _select_names(suite.names(options.quick), options.only) for name, suite in chosen.items()}
     if not any(wanted.values()):
         known = ", ".join(name for suite in chosen.values() for name in suite.names(options.quick))
         raise ConfigError(
@@ -85,29 +87,29 @@ def run(options: argparse.Namespace) -> str:
     texts = []
     for name, names in wanted.items():
         if names:
-            record = Record.begin(name, _command(name, options), fingerprint(device), quick=options.quick)
+            record = Record.begin(name, _suite_command(name, options), machine_fingerprint(device), quick=options.quick)
             for result in chosen[name].results(names, device, options.quick):
                 record.results.append(result)
                 if leads:
-                    print(f"{result.name}: {_sentence(result)}", file=sys.stderr, flush=True)
+                    print(f"{result.name}: {_summarize_result(result)}", file=sys.stderr, flush=True)
             if leads:
                 path = folder / f"{name}.json"
                 record.write(path)
-                texts.append(f"{render(record)}\n\nwritten to {path}")
+                texts.append(f"{render_record(record)}\n\nwritten to {path}")
     return "\n\n".join(texts)
 
 
-def _cluster(device: torch.device, options: argparse.Namespace) -> str:
+def _bench_cluster(device: torch.device, options: argparse.Namespace) -> str:
     """Return the table of what this machine sustains, and leave it in ``--out``."""
     if options.only:
         raise ConfigError("--only", expected="ops or comm", got="cluster, which needs all", do="Leave --only out.")
-    leads = launch().rank == 0
+    leads = read_launch().rank == 0
 
     def say(text: str) -> None:
         if leads:
             print(text, file=sys.stderr, flush=True)
 
-    found = cluster.measure(device, quick=options.quick, folders=options.nvme, say=say)[1]
+    found = cluster.measure_cluster(device, quick=options.quick, folders=options.nvme, say=say)[1]
     if not leads:
         return ""
     text = render_cluster(found) + "\n\nquick: these figures mean nothing" * options.quick
@@ -139,28 +141,28 @@ def render_cluster(found: Cluster) -> str:
         rows.append([f"link {level}", f"{link.bytes_per_s / 1e9:.3g} GB/s{late}"])
     rows.append(["compute and traffic side by side: beyond the longer", f"{found.contention:.0%} of the shorter"])
     nodes = f"{found.nodes} node{'s' * (found.nodes > 1)} of {found.local}"
-    return f"{found.name}: {found.ranks} ranks, {nodes}\n\n{table(['each rank', 'measured'], rows)}"
+    return f"{found.name}: {found.ranks} ranks, {nodes}\n\n{format_table(['each rank', 'measured'], rows)}"
 
 
-def render(record: Record) -> str:
+def render_record(record: Record) -> str:
     """Return the record as a table: a block of rows for each benchmark."""
     rows = []
     for result in record.results:
         rows.append([result.title, *[""] * 5])
-        rows.extend([f"  {name}", *_cells(result, name)] for name in result.seconds)
+        rows.extend([f"  {name}", *_format_contender(result, name)] for name in result.seconds)
     machine = record.machine
     where = f"{machine['device']}; torch {machine['torch']}, npuzero {machine['npuzero']} {machine['commit'] or ''}"
     title = f"{record.suite}, {record.date}{', quick: these figures mean nothing' * record.quick}\n{where}"
-    return f"{title}\n\n{table(['', 'time', 'spread', 'GB/s', 'share', 'x'], rows)}"
+    return f"{title}\n\n{format_table(['', 'time', 'spread', 'GB/s', 'share', 'x'], rows)}"
 
 
-def _cells(result: Result, name: str) -> list[str]:
+def _format_contender(result: Result, name: str) -> list[str]:
     """Time, its spread, bytes per second, share of a probe's, times as fast as the baseline."""
     seconds, speed = summarize(result.seconds[name]), result.gb_per_s(name)
     probe = next((probe for probe in PROBES if probe in result.seconds), None)
     probing = name in PROBES
     return [
-        duration(seconds.median),
+        format_duration(seconds.median),
         f"{seconds.mad / seconds.median:.1%}",
         f"{speed:.1f}" if speed else "",
         f"{result.share(name, probe).median:.2f} of {probe}" if probe and not probing else "",
@@ -168,7 +170,7 @@ def _cells(result: Result, name: str) -> list[str]:
     ]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds with three digits, in the unit that suits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
@@ -176,17 +178,17 @@ def duration(seconds: float) -> str:
     raise AssertionError
 
 
-def _sentence(result: Result) -> str:
+def _summarize_result(result: Result) -> str:
     rounds = len(result.seconds[result.baseline])
     others = [name for name in result.seconds if name not in (result.baseline, *PROBES)]
     return ", ".join(f"{name} {result.speedup(name).median:.2f} x" for name in others) + f" ({rounds} rounds)"
 
 
-def _wanted(names: Sequence[str], only: Sequence[str] | None) -> list[str]:
+def _select_names(names: Sequence[str], only: Sequence[str] | None) -> list[str]:
     return [name for name in names if only is None or name.startswith(tuple(only))]
 
 
-def _command(suite: str, options: argparse.Namespace) -> str:
+def _suite_command(suite: str, options: argparse.Namespace) -> str:
     """Return what repeats the suite."""
     words = ["npuzero", "bench", suite, *["--quick"] * options.quick, "--device", options.device]
     return shlex.join([*words, *(["--only", *options.only] if options.only else [])])

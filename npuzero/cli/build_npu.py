@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from npuzero import cann
-from npuzero.config import Toolkit, child_environment, find_toolkit
+from npuzero.config import Toolkit, build_child_environment, find_toolkit
 from npuzero.device import kernels
 from npuzero.errors import ConfigError, KernelUnavailable
 
@@ -29,7 +29,7 @@ _QUOTED_LINES = 30
 _LOAD = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW | os.RTLD_LOCAL)"
 
 
-def add_parser(commands: Any) -> None:
+def add_build_npu_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "build-npu",
@@ -46,10 +46,10 @@ def add_parser(commands: Any) -> None:
         help=f"its name, for CANN before 9.0 ({cann.PROCESSOR}): on A2 Ascend and what `npu-smi info` calls Name; on "
         "A3 Chip Name, _ and NPU Name of `npu-smi info -t board -i ID -c CHIP`, as Ascend910_9392",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_npu_build)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_npu_build(options: argparse.Namespace) -> str:
     """Return the command's output."""
     toolkit = find_toolkit("cann")
     if toolkit is None:
@@ -66,49 +66,52 @@ def run(options: argparse.Namespace) -> str:
             got=options.soc,
             do="Leave it out: one library serves them all.",
         )
-    target = options.out / cann.LIBRARY if options.out else kernels.cached(toolkit, options.arch)
+    target = options.out / cann.LIBRARY if options.out else kernels.cached_library_path(toolkit, options.arch)
     there = target.is_file() and not options.out
     if not there:
-        _build(toolkit, target, options.arch, options.soc)
+        _build_library(toolkit, target, options.arch, options.soc)
     release = toolkit.version or "(version unknown)"
     lines = [
         f"there already: {target}" if there else str(target),
-        f"built with CANN {release} in {toolkit.root} for {options.arch}, by {cann.way(toolkit.root, toolkit.version)}",
-        *_warnings(toolkit, target),
+        f"built with CANN {release} in {toolkit.root} for {options.arch}, by "
+        f"{cann.get_build_method(toolkit.root, toolkit.version)}",
+        *_find_build_warnings(toolkit, target),
     ]
     return "\n".join(lines)
 
 
-def _build(toolkit: Toolkit, target: Path, architecture: str, processor: str) -> None:
+def _build_library(toolkit: Toolkit, target: Path, architecture: str, processor: str) -> None:
     cmake = shutil.which("cmake")
     if cmake is None:
         raise ConfigError("npuzero build-npu", expected="cmake", got="none in PATH", do="pip install cmake")
     try:
-        cann.build(toolkit.root, kernels.sources(), target, cmake, child_environment({}), architecture, processor)
+        cann.build_npu_kernels(
+            toolkit.root, kernels.kernel_sources(), target, cmake, build_child_environment({}), architecture, processor
+        )
     except cann.CannotBuild as error:
         raise KernelUnavailable(
             "npuzero build-npu",
             expected=f"CANN {toolkit.version or '(version unknown)'} in {toolkit.root} to compile the kernels",
-            got=_quote(str(error)),
-            do=f"All that was said is in {cann.reason(target)}; please report it.",
+            got=_quote_failure(str(error)),
+            do=f"All that was said is in {cann.get_failure_file(target)}; please report it.",
         ) from error
 
 
-def _quote(text: str) -> str:
+def _quote_failure(text: str) -> str:
     """Return the reason, and what was said from the first error on."""
     head, *lines = text.splitlines()
     first = next((number for number, line in enumerate(lines) if "error" in line.lower()), -_QUOTED_LINES)
     return "\n".join([head, *lines[first:][:_QUOTED_LINES]])
 
 
-def _warnings(toolkit: Toolkit, library: Path) -> list[str]:
+def _find_build_warnings(toolkit: Toolkit, library: Path) -> list[str]:
     try:
         package: str | None = metadata.version("torch_npu")
     except metadata.PackageNotFoundError:
         package = None
     loaded = subprocess.run([sys.executable, "-c", _LOAD, str(library)], capture_output=True, text=True)
     found = []
-    if too_old := cann.mismatch(toolkit.version, package):
+    if too_old := cann.find_cann_mismatch(toolkit.version, package):
         found.append(f"{too_old['why']}. {too_old['do']}")
     if loaded.returncode:
         found.append(f"it cannot be loaded here, as where there is no driver: {loaded.stderr.strip().splitlines()[-1]}")

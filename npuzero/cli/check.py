@@ -15,13 +15,13 @@ import torch
 
 from npuzero import device as devices
 from npuzero._native import npu_launches
-from npuzero.bench import check, fingerprint
+from npuzero.bench import check, machine_fingerprint
 from npuzero.bench.check_setup import check_setup, kernel_library
 from npuzero.bench.check_training import check_training
-from npuzero.cli.arguments import number
+from npuzero.cli.arguments import parse_number
 from npuzero.cli.disk import check_disks
-from npuzero.cli.table import table
-from npuzero.config import told_variables
+from npuzero.cli.table import format_table
+from npuzero.config import get_reportable_variables
 from npuzero.errors import BenchmarkError
 from npuzero.info import info
 
@@ -39,7 +39,7 @@ was right, 2 where something was not or could not be done."""
 PARTS = ("setup", "ops", "collectives", "training")
 
 
-def add_parser(commands: Any) -> None:
+def add_check_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "check",
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=list(devices.KINDS), help="the kind of device (cpu)")
     parser.add_argument(
-        "--ranks", type=number, default=2, metavar="N", help="processes that talk and train (2; 1: no talk)"
+        "--ranks", type=parse_number, default=2, metavar="N", help="processes that talk and train (2; 1: no talk)"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: that the command works")
     parser.add_argument("--out", type=Path, default=Path("runs/check"), metavar="FOLDER", help="(runs/check)")
@@ -59,30 +59,30 @@ def add_parser(commands: Any) -> None:
         help="measure this folder's disk instead, and what a step takes of it; again for each folder used at once",
     )  # fmt: skip
     parser.add_argument(
-        "--parameters", type=number, default=7 * 10**9, metavar="N", help="of the model that --nvme tells of (7B)"
+        "--parameters", type=parse_number, default=7 * 10**9, metavar="N", help="of the model that --nvme tells of (7B)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_check)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_check(options: argparse.Namespace) -> str:
     """Run the command and return its output; the report is written in any case.
 
     Raises:
         BenchmarkError: something was wrong.
     """
     if options.nvme:
-        return check_disks(options.nvme, options.parameters, options.quick, _say)
-    report = Report(options.out, f"--device {options.device} --ranks {options.ranks}{' --quick' * options.quick}")
+        return check_disks(options.nvme, options.parameters, options.quick, _print_progress)
+    report = CheckReport(options.out, f"--device {options.device} --ranks {options.ranks}{' --quick' * options.quick}")
     with report.part("setup", "installation"):
         report.facts["installation"] = info()
     with report.part("setup", f"device {options.device}"):
-        device = _device(options.device)
-        report.facts |= {"machine": fingerprint(device), "device": devices.get(device).facts()}
-        _check(report, device, options)
+        device = _first_device(options.device)
+        report.facts |= {"machine": machine_fingerprint(device), "device": devices.get(device).facts()}
+        _check_everything(report, device, options)
     text = report.finish()
     wrong = [entry for part in PARTS for entry in report.facts[part] if entry["wrong"]]
     if wrong:
-        _say(text)
+        _print_progress(text)
         available = devices.KINDS[options.device].available()
         raise BenchmarkError(
             f"npuzero check on {options.device}",
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> str:
     return f"{text}\n\nwritten to {report.path}"
 
 
-def _check(report: Report, device: torch.device, options: argparse.Namespace) -> None:
+def _check_everything(report: CheckReport, device: torch.device, options: argparse.Namespace) -> None:
     quick, ranks, kind = options.quick, options.ranks, options.device
     for finding in check_setup(device):
         report.add("setup", finding)
@@ -117,20 +117,20 @@ def _check(report: Report, device: torch.device, options: argparse.Namespace) ->
     report.facts["kernels"]["blocks"] = npu_launches()  # last: the largest launches of all that
 
 
-def _check_bandwidths(report: Report, device: torch.device, quick: bool) -> None:
+def _check_bandwidths(report: CheckReport, device: torch.device, quick: bool) -> None:
     nominal = report.facts["device"].get("nominal_gbs")
     copied = None  # comes first; where it fails the others are measured all the same
-    for name, measure in check.bandwidths(device, quick):
+    for name, measure in check.bandwidth_probes(device, quick):
         with report.part("ops", f"bandwidth of {name}"):
             gbs = measure()
             copied = gbs if name == check.COPY else copied
             entry = {"name": name, "gbs": gbs}
             if name not in check.LINKS:
-                entry |= {"of_copy": _share(gbs, copied), "of_nominal": _share(gbs, nominal)}
+                entry |= {"of_copy": _bandwidth_share(gbs, copied), "of_nominal": _bandwidth_share(gbs, nominal)}
             report.facts["bandwidths"].append(entry)
 
 
-class Report:
+class CheckReport:
     """Write the report of one run into the folder `out`: anew with each finding, so that a crash leaves it."""
 
     def __init__(self, out: Path, arguments: str) -> None:
@@ -141,9 +141,9 @@ class Report:
             "command": f"npuzero check {arguments}",
             "quick": "--quick" in arguments,
             "complete": False,
-            "machine": fingerprint(),
+            "machine": machine_fingerprint(),
             "device": {},
-            "variables": told_variables(),
+            "variables": get_reportable_variables(),
             "kernels": kernel_library(),
             "installation": {},
             **{part: [] for part in PARTS},
@@ -151,9 +151,9 @@ class Report:
             "bandwidths": [],
         }
 
-    def add(self, part: str, finding: check.Finding) -> None:
+    def add(self, part: str, finding: check.CheckFinding) -> None:
         """Tell of it, and write what there is so far."""
-        _say(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
+        _print_progress(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
         self.facts[part].append(vars(finding))
         self._write()
 
@@ -163,62 +163,64 @@ class Report:
         try:
             yield
         except Exception as error:
-            self.add(part, check.Finding(name, 1, 1, [f"{type(error).__name__}: {error}"]))
+            self.add(part, check.CheckFinding(name, 1, 1, [f"{type(error).__name__}: {error}"]))
 
     def finish(self) -> str:
         """Write all of it; return it as text."""
         self.facts["complete"] = True
         self._write()
-        return render(self.facts)
+        return render_check(self.facts)
 
     def _write(self) -> None:
         text = json.dumps(self.facts, indent=1).replace(str(Path.home()), "~")
         self.path.write_text(text, encoding="utf-8")
 
 
-def render(report: dict[str, Any]) -> str:
+def render_check(report: dict[str, Any]) -> str:
     """Return the report as text."""
     machine = report["machine"]
     parts = [
         f"npuzero check, {report['date']}{', quick: the bandwidths mean nothing' * report['quick']}",
         f"{machine['device']}; torch {machine['torch']}, npuzero {machine['npuzero']} {machine['commit'] or ''}",
-        _pairs(report["device"] | report["installation"].get("versions", {}) | report["variables"]),
-        _pairs(report["kernels"]),
+        _format_facts(report["device"] | report["installation"].get("versions", {}) | report["variables"]),
+        _format_facts(report["kernels"]),
     ]
     for title in PARTS:
         wrong = [entry for entry in report[title] if entry["wrong"]]
         parts.append(f"{title}: {len(report[title]) - len(wrong)} of {len(report[title])} checks right")
         if wrong:
             parts.append(
-                table(["wrong", "cases", "wrong"], [[str(e[key]) for key in ("name", "cases", "wrong")] for e in wrong])
+                format_table(
+                    ["wrong", "cases", "wrong"], [[str(e[key]) for key in ("name", "cases", "wrong")] for e in wrong]
+                )
             )
             parts.append("\n".join(f"{entry['name']}: {problem}" for entry in wrong for problem in entry["first"]))
     rows = [[name, *(f"{loss:.6g}" for loss in losses)] for name, losses in report["losses"].items()]
     if rows:
-        parts.append(table(["losses of rank 0", *map(str, range(len(rows[0]) - 1))], rows))
+        parts.append(format_table(["losses of rank 0", *map(str, range(len(rows[0]) - 1))], rows))
     rows = [
-        [entry["name"], f"{entry['gbs']:.1f}", *(_percent(entry.get(of)) for of in ("of_copy", "of_nominal"))]
+        [entry["name"], f"{entry['gbs']:.1f}", *(_format_percent(entry.get(of)) for of in ("of_copy", "of_nominal"))]
         for entry in report["bandwidths"]
     ]
     if rows:
-        parts.append(table(["bandwidth", "GB/s", "of the copy's", "of nominal"], rows))
+        parts.append(format_table(["bandwidth", "GB/s", "of the copy's", "of nominal"], rows))
     return "\n\n".join(part for part in parts if part)
 
 
-def _share(gbs: float, whole: float | None) -> float | None:
+def _bandwidth_share(gbs: float, whole: float | None) -> float | None:
     return gbs / whole if whole else None
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def _pairs(facts: dict[str, Any]) -> str:
+def _format_facts(facts: dict[str, Any]) -> str:
     told = {name: value for name, value in facts.items() if value not in (None, {})}
     return "\n".join(f"{name:24} {value}" for name, value in told.items())
 
 
-def _device(kind: str) -> torch.device:
+def _first_device(kind: str) -> torch.device:
     """Return the first device of the kind, made current."""
     if kind == "cpu":
         return devices.get(kind).device
@@ -227,5 +229,5 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli.arguments import number
-from npuzero.cli.table import table
+from npuzero.cli.arguments import parse_number
+from npuzero.cli.table import format_table
 from npuzero.errors import ConfigError, did_you_mean
 
 #: By a file's ending whose configuration it is, and the part of the package that explains it.
@@ -33,7 +33,7 @@ nothing follows from it, and the words say why that is well; refused: what it as
 what to do. A value (absent) is a default of the other engine's."""
 
 
-def add_parser(commands: Any) -> None:
+def add_config_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "config",
@@ -44,22 +44,22 @@ def add_parser(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     one = actions.add_parser("explain", help="of one file: each key, what becomes of it, and where it goes")
-    one.add_argument("file", type=Path, metavar="FILE", help=f"a configuration: {_endings()}")
+    one.add_argument("file", type=Path, metavar="FILE", help=f"a configuration: {_format_file_endings()}")
     one.add_argument(
         "--world",
-        type=number,
+        type=parse_number,
         metavar="N",
         help="ranks (of DeepSpeed those with data of their own), for what depends on them",
     )
     one.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='values for keys that say "auto"')
     one.add_argument("--json", action="store_true", help="print the entries as JSON")
-    one.set_defaults(run=run)
+    one.set_defaults(run=run_config)
     keys = actions.add_parser("keys", help="all keys that are known, and what becomes of them")
-    keys.add_argument("ending", choices=DOORS, metavar="ENDING", help=f"of its files: {_endings()}")
-    keys.set_defaults(run=run_keys)
+    keys.add_argument("ending", choices=DOORS, metavar="ENDING", help=f"of its files: {_format_file_endings()}")
+    keys.set_defaults(run=render_all_keys)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_config(options: argparse.Namespace) -> str:
     """Return the command's output.
 
     Raises:
@@ -69,29 +69,29 @@ def run(options: argparse.Namespace) -> str:
     if suffix not in DOORS:
         raise ConfigError(
             f"file {options.file}",
-            expected=f"a name that ends in {_endings()}",
+            expected=f"a name that ends in {_format_file_endings()}",
             got=repr(suffix),
             do=did_you_mean(suffix, DOORS, "Rename the file by what it is."),
         )
     door = import_module(DOORS[suffix][1])
-    found = door.explain(options.file, world=options.world, auto=dict(map(_pair, options.auto)))
+    found = door.explain(options.file, world=options.world, auto=dict(map(_parse_assignment, options.auto)))
     if options.json:
         facts = [dict(zip(("key", "value", "decision", "goes to", "words"), row, strict=True)) for row in found.rows()]
         return json.dumps({"entries": facts, "traps": dict(found.traps())}, indent=2)
-    return render(found)
+    return render_translation(found)
 
 
-def run_keys(options: argparse.Namespace) -> str:
+def render_all_keys(options: argparse.Namespace) -> str:
     """Return the table of all keys."""
     rules = import_module(DOORS[options.ending][1]).RULES
     rows = [(rule.path, rule.decision.value, rule.words) for rule in sorted(rules, key=lambda rule: rule.path)]
-    return _table(("key", "decision", "words"), rows)
+    return _wrapped_table(("key", "decision", "words"), rows)
 
 
-def render(found: Any) -> str:
+def render_translation(found: Any) -> str:
     """Return the table of a translation, its traps, and how many keys met which decision."""
     rows = [(path, value, decision, goes, words) for path, value, decision, goes, words in found.rows()]
-    sections = [_table(("key", "value", "decision", "goes to", "words"), rows)]
+    sections = [_wrapped_table(("key", "value", "decision", "goes to", "words"), rows)]
     traps = [textwrap.fill(f"{path}: {trap}", 118, subsequent_indent="    ") for path, trap in found.traps()]
     if traps:
         sections.append("\n".join(["Traps", *(f"  {trap}" for trap in traps)]))
@@ -102,17 +102,17 @@ def render(found: Any) -> str:
     return "\n\n".join(sections)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _wrapped_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Lay out rows of text, of whose last column the words are wrapped."""
     lines: list[Sequence[str]] = []
     for *cells, words in rows:
         first, *rest = textwrap.wrap(words, _WORDS_WIDTH) or [""]
         lines.append([*cells, first])
         lines += [[*("" for _ in cells), line] for line in rest]
-    return table(header, lines, left=len(header))
+    return format_table(header, lines, left=len(header))
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _parse_assignment(text: str) -> tuple[str, Any]:
     """Read ``key=value``, whose value is JSON or else text."""
     key, _, value = text.partition("=")
     if not key or not value:
@@ -123,5 +123,5 @@ def _pair(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _endings() -> str:
+def _format_file_endings() -> str:
     return ", ".join(f"{ending} ({engine})" for ending, (engine, _) in DOORS.items())

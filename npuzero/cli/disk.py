@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from npuzero.bench.disk import Speeds, speeds, step_seconds
-from npuzero.cli.table import table
+from npuzero.bench.disk import DiskSpeeds, disk_step_seconds, measure_disk_speeds
+from npuzero.cli.table import format_table
 from npuzero.config import Settings
 
 _QUICK = {"seconds": 0.1, "nbytes": 1 << 27}
@@ -32,21 +32,23 @@ def check_disks(folders: Sequence[Path], parameters: int, quick: bool, say: Call
     """
     settings = Settings()
     effort = _QUICK if quick else _FULL
-    found = speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)  # type: ignore[arg-type]
-    return render(found, parameters)
+    found = measure_disk_speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)  # type: ignore[arg-type]
+    return render_disk_speeds(found, parameters)
 
 
-def render(found: Speeds, parameters: int) -> str:
+def render_disk_speeds(found: DiskSpeeds, parameters: int) -> str:
     """Return the text."""
     free = [[folder, f"{nbytes / 1e9:,.1f}"] for folder, nbytes in found.free.items()]
     mixed = found.gbs["read + write"]
-    steps = [[name, f"{seconds:.2f}"] for name, seconds in step_seconds(parameters, mixed).items()]
+    steps = [[name, f"{seconds:.2f}"] for name, seconds in disk_step_seconds(parameters, mixed).items()]
     parts = [
-        table(["folder, on a disk", "GB free"], free),
+        format_table(["folder, on a disk", "GB free"], free),
         _DIRECT if found.direct else _CACHED,
-        table(["", "GB/s"], [[name, f"{gbs:.2f}"] for name, gbs in (found.gbs | {"CRC32C": found.crc_gbs}).items()]),
+        format_table(
+            ["", "GB/s"], [[name, f"{gbs:.2f}"] for name, gbs in (found.gbs | {"CRC32C": found.crc_gbs}).items()]
+        ),
         f"A step of a model of {parameters:,} parameters whose states all rest here takes these disks:",
-        table(["precision", "seconds"], steps),
+        format_table(["precision", "seconds"], steps),
         "Over several machines, each takes its part of that. The same beside the table of a plan: "
         f"npuzero plan --disk {mixed:.2f}",
     ]

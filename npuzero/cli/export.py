@@ -9,7 +9,7 @@ from typing import Any
 
 from npuzero.checkpoint.convert import export_checkpoint
 from npuzero.checkpoint.export import FILE_BYTES
-from npuzero.cli.arguments import number
+from npuzero.cli.arguments import parse_number
 from npuzero.plan import DTYPES
 
 _EPILOG = """\
@@ -20,7 +20,7 @@ examples:
 Reads a tensor at a time. The files are those that transformers loads: model.safetensors, or several with an index."""
 
 
-def add_parser(commands: Any) -> None:
+def add_export_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "export",
@@ -35,12 +35,12 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("keep", *DTYPES), default="keep", help="of floating tensors (keep: the float32 masters)"
     )
     parser.add_argument(
-        "--file-bytes", type=number, default=FILE_BYTES, metavar="N", help=f"largest file ({FILE_BYTES:.0e})"
+        "--file-bytes", type=parse_number, default=FILE_BYTES, metavar="N", help=f"largest file ({FILE_BYTES:.0e})"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_export)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_export(options: argparse.Namespace) -> str:
     """Return the command's output."""
     facts = export_checkpoint(options.checkpoint, options.out, DTYPES.get(options.dtype), options.file_bytes)
     numel = sum(math.prod(shape) for _, _, shape in facts)

@@ -82,13 +82,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def ink(colour: str) -> str:
+def text_colour(colour: str) -> str:
     """Return the colour of text that is readable on ``colour`` (``"#RRGGBB"``): dark on light ones, else white."""
     red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return TEXT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else PAPER
 
 
-def caption(figure: Figure, finding: str, subject: str, source: str, legend: Sequence[Artist] = ()) -> None:
+def add_caption(figure: Figure, finding: str, subject: str, source: str, legend: Sequence[Artist] = ()) -> None:
     """Put over ``figure`` what it shows, of what, and a legend of handles; below it where that comes from."""
     rows = "\n" * (2 if legend else 1)  # room for what is written between the finding and the axes
     figure.suptitle(finding + rows, fontsize=14, fontweight="bold", x=0.01, ha="left")

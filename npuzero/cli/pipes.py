@@ -6,24 +6,28 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-from npuzero.cli.arguments import number
+from npuzero.cli.arguments import parse_number
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import NAMES, Schedule, schedule
+from npuzero.parallel.schedule import NAMES, PipelineSchedule, schedule
 from npuzero.plan import MeshShape, Plan, Report
 from npuzero.planner.models import ModelShape
-from npuzero.planner.stages import Staged, held_bytes
+from npuzero.planner.stages import StagedModel, held_bytes
 
 
-def add_options(axes: Any) -> None:
+def add_pipe_options(axes: Any) -> None:
     """Add what says how a model is cut into stages, and in which order they run."""
-    axes.add_argument("--pipe", type=number, default=1, metavar="N", help="ranks of a pipeline (1; docs/pipeline.md)")
+    axes.add_argument(
+        "--pipe", type=parse_number, default=1, metavar="N", help="ranks of a pipeline (1; docs/pipeline.md)"
+    )
     axes.add_argument("--schedule", choices=NAMES, help="of the pipeline (1f1b)")
-    axes.add_argument("--chunks", type=number, metavar="N", help="stages of each rank, with --schedule interleaved (1)")
+    axes.add_argument(
+        "--chunks", type=parse_number, metavar="N", help="stages of each rank, with --schedule interleaved (1)"
+    )
 
 
 @dataclass(frozen=True)
-class Piped:
+class PipelineModel:
     """Predict for a model over the ranks of a pipeline; what it says is that of the rank that holds most.
 
     Attributes:
@@ -34,8 +38,8 @@ class Piped:
         ranks: by plan the report of each rank, as far as ``predict`` has been called.
     """
 
-    staged: Staged
-    schedule: Schedule
+    staged: StagedModel
+    schedule: PipelineSchedule
     edge_bytes: int
     memory_bytes: int | None
     ranks: dict[str, list[Report]] = field(default_factory=dict)
@@ -76,21 +80,21 @@ class Piped:
         }
 
 
-def piped(model: ModelShape, options: argparse.Namespace) -> Piped | None:
+def build_pipeline_model(model: ModelShape, options: argparse.Namespace) -> PipelineModel | None:
     """Return the model over the ranks of a pipeline; None where there is none.
 
     Raises:
         ConfigError: its blocks are not known, are fewer than stages, or the schedule is not one for these numbers.
     """
-    _check(options)
+    _check_pipe_options(options)
     if options.pipe == 1:
         return None
     table = schedule(options.schedule or "1f1b", options.pipe, options.micro_batches, options.chunks or 1)
-    staged = Staged.of(model, options.pipe, table.chunks, options.tensor)
-    return Piped(staged, table, staged.edge_bytes(options.tokens or 0, options.precision), options.memory)
+    staged = StagedModel.of(model, options.pipe, table.chunks, options.tensor)
+    return PipelineModel(staged, table, staged.edge_bytes(options.tokens or 0, options.precision), options.memory)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_pipe_options(options: argparse.Namespace) -> None:
     for name in ("schedule", "chunks"):
         if getattr(options, name) and options.pipe == 1:
             do = "Leave one of them out, or say both."

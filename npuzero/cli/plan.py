@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from npuzero.cli import advise, axes, pipes, tiers, wires
-from npuzero.cli.arguments import memory, named_number, number
-from npuzero.cli.plot import plot
-from npuzero.cli.table import quantity, table
+from npuzero.cli.arguments import parse_memory_size, parse_named_number, parse_number
+from npuzero.cli.plot import plot_reports
+from npuzero.cli.table import format_bytes, format_table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
 from npuzero.plan import (
@@ -30,7 +30,7 @@ from npuzero.plan import (
     Report,
 )
 from npuzero.planner.models import KINDS, ModelShape, from_config, from_size
-from npuzero.planner.search import alike
+from npuzero.planner.search import make_equivalence_key
 
 _EPILOG = """\
 examples:
@@ -85,7 +85,7 @@ Parts and total are on the device; host and nvme: all that rests there, and on t
 link and disk: seconds that they are busy in a step; the update hides behind the next forward where that is longer."""
 
 
-def add_parser(commands: Any) -> None:
+def add_plan_parser(commands: Any) -> None:
     """Add the command."""
     defaults = Settings()
     parser = commands.add_parser(
@@ -97,29 +97,31 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7B or 350M")
+    model.add_argument("--parameters", type=parse_number, metavar="N", help="size of the model, such as 7B or 350M")
     model.add_argument("file", nargs="?", type=Path, metavar="FILE", help="as --config")
     model.add_argument("--config", type=Path, metavar="FILE", help="config.json of a transformers model")
-    parser.add_argument("--units", type=number, metavar="N", help="blocks, with --parameters (by its size)")
-    parser.add_argument("--vocabulary", type=number, metavar="N", help="its entries, with --parameters (32,000)")
-    parser.add_argument("--world", type=number, metavar="N", help="ranks in all (8)")
-    parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
+    parser.add_argument("--units", type=parse_number, metavar="N", help="blocks, with --parameters (by its size)")
+    parser.add_argument("--vocabulary", type=parse_number, metavar="N", help="its entries, with --parameters (32,000)")
+    parser.add_argument("--world", type=parse_number, metavar="N", help="ranks in all (8)")
+    parser.add_argument("--local", type=parse_number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit")
-    parser.add_argument("--micro-batches", type=number, default=1, metavar="N", help="per step (1)")
+    parser.add_argument(
+        "--memory", type=parse_memory_size, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit"
+    )
+    parser.add_argument("--micro-batches", type=parse_number, default=1, metavar="N", help="per step (1)")
     parser.add_argument(
         "--between", choices=("unsharded",), help="parameters stay so between micro-batches, until the update"
     )
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
-    advise.add_options(parser)
-    wires.add_options(parser)
-    tiers.add_options(parser)
-    axes.add_options(parser)
+    advise.add_advice_options(parser)
+    wires.add_wire_options(parser)
+    tiers.add_tier_options(parser)
+    axes.add_axis_options(parser)
     parser.add_argument(
         "--tiles",
-        type=named_number,
+        type=parse_named_number,
         nargs="+",
         default=[],
         metavar="NAME=N",
@@ -128,129 +130,133 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--clip", action="store_true", help="the gradient norm is clipped")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run_plan, parser=parser)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_plan(options: argparse.Namespace) -> str:
     """Return the command's output."""
     options.config = options.config or options.file
-    advise.check_options(options)
+    advise.check_advice_options(options)
     if options.on:
-        return advise.run(_model(options, advise.heads_for(options)), options)
+        return advise.run_advice(_load_model_shape(options, advise.get_heads_divisor(options)), options)
     options.world = options.world or _WORLD
-    axes.check_options(options)
-    mesh = axes.mesh_shape(options)
-    model = _model(options, options.tensor * options.sequence).tiled(dict(options.tiles))
-    model, layers = axes.layers_of(model, mesh, options)
-    pipe = pipes.piped(model, options)
-    reports = predictions(pipe or model, mesh, options)
-    title = _title(model, options)
+    axes.check_axis_options(options)
+    mesh = axes.build_mesh_shape(options)
+    model = _load_model_shape(options, options.tensor * options.sequence).tiled(dict(options.tiles))
+    model, layers = axes.divide_layers(model, mesh, options)
+    pipe = pipes.build_pipeline_model(model, options)
+    reports = predict_presets(pipe or model, mesh, options)
+    title = _format_title(model, options)
     if options.plot:
-        plot(options.plot, title, reports, options.memory)
+        plot_reports(options.plot, title, reports, options.memory)
     if options.json:
-        facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options)}
-        if axes.arranged(options):
+        facts = {"model": title, "parameters": model.parameters, "presets": preset_reports_dict(reports, options)}
+        if axes.has_parallel_axes(options):
             facts |= {"mesh": asdict(mesh), "layers_bytes_sent": layers}
         if pipe is not None:
             facts |= {"pipeline": pipe.as_dict()}
         if options.memory:
-            facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
+            facts |= {"memory_bytes": options.memory, "first_fit": first_fitting_preset(reports, options.memory)}
         return json.dumps(facts, indent=2)
-    return render(title, reports, mesh, layers, options, pipe)
+    return render_plan(title, reports, mesh, layers, options, pipe)
 
 
-def predictions(model: ModelShape | pipes.Piped, mesh: MeshShape, options: argparse.Namespace) -> dict[str, Report]:
+def predict_presets(
+    model: ModelShape | pipes.PipelineModel, mesh: MeshShape, options: argparse.Namespace
+) -> dict[str, Report]:
     """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
-    precision = wires.precision_of(options)
+    precision = wires.build_precision(options)
     presets = (*PRESETS, *THINNED * (mesh.node > 1), *SEQUENCED * (mesh.sequence > 1))
     plans = [Plan.preset(preset, precision=precision) for preset in presets]
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
-    placed = [tiers.place(plan, options) for plan in plans if plan.name not in THINNED]
+    placed = [tiers.offload_plan(plan, options) for plan in plans if plan.name not in THINNED]
     facts = {"clip": options.clip}
     if isinstance(model, ModelShape):  # a pipeline's schedule has them
         facts["micro_batches"] = options.micro_batches
     return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed) if plan is not None}
 
 
-def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
+def preset_reports_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
     """Return the reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not
     fit.
     """
-    return {name: _as_dict(report, options) for name, report in reports.items()}
+    return {name: _report_dict(report, options) for name, report in reports.items()}
 
 
-def _as_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
+def _report_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
     facts |= {"bytes_sent_along": report.sent_along}
     if any(report.bytes_moved.values()):
         facts |= {"memory": report.memory, "bytes_moved": report.bytes_moved}
-        facts |= {f"{what}_seconds": taken for what, taken in tiers.seconds(report, options).items()}
-    return facts | ({"bytes_left": options.memory - _held(report)} if options.memory else {})
+        facts |= {f"{what}_seconds": taken for what, taken in tiers.transfer_seconds(report, options).items()}
+    return facts | ({"bytes_left": options.memory - _device_bytes(report)} if options.memory else {})
 
 
-def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
+def first_fitting_preset(reports: dict[str, Report], memory_bytes: int) -> str | None:
     """Return the first preset, in the table's order, that a rank has the memory for; None where none is."""
-    return next((name for name, report in reports.items() if _held(report) <= memory_bytes), None)
+    return next((name for name, report in reports.items() if _device_bytes(report) <= memory_bytes), None)
 
 
-def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
+def merge_equal_presets(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
     """Return a report for each way to place the state on these ranks, by the names of all presets that come to it.
 
     On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
     """
     names: dict[object, list[str]] = {}
     for name, report in reports.items():
-        names.setdefault(alike(report.plan, mesh), []).append(name)
+        names.setdefault(make_equivalence_key(report.plan, mesh), []).append(name)
     if len(names) == 1:
         return {"any preset": next(iter(reports.values()))}
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
 
 
-def render(
+def render_plan(
     title: str,
     reports: dict[str, Report],
     mesh: MeshShape,
     layers: dict[str, dict[str, int]],
     options: argparse.Namespace,
-    pipe: pipes.Piped | None = None,
+    pipe: pipes.PipelineModel | None = None,
 ) -> str:
     """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
     on a mesh of more axes that traffic by axes, and what layers send; and where any row has parts off the device what
     that moves.
     """
-    rows = distinct(reports, mesh)
+    rows = merge_equal_presets(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
     verbs = list(dict.fromkeys(verb for report in rows.values() for verb in report.bytes_sent if verb != VERBS[-1]))
     sent = {name: {v: report.bytes_sent.get(v, 0) for v in (*verbs, VERBS[-1])} for name, report in rows.items()}
-    cuts = {"sharded": {name: _cuts(report.plan, mesh) for name, report in rows.items()}}
-    fits = tiers.elsewhere(rows)
+    cuts = {"sharded": {name: _format_shard_counts(report.plan, mesh) for name, report in rows.items()}}
+    fits = tiers.offloaded_columns(rows)
     if pipe is not None:
         fits["fullest rank"] = {name: pipe.fullest(report.plan.name) for name, report in rows.items()}
     if memory_bytes:
-        fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
+        fits[f"in {format_bytes(memory_bytes)}"] = {
+            name: _format_fit(memory_bytes - _device_bytes(r)) for name, r in rows.items()
+        }
     tables = [
-        _table("memory per rank", held, cuts, fits),
-        _table("sent per rank and step", sent, after=wires.between_nodes(rows, mesh)),
+        _bytes_table("memory per rank", held, cuts, fits),
+        _bytes_table("sent per rank and step", sent, after=wires.internode_columns(rows, mesh)),
     ]
-    if axes.arranged(options):
-        tables += [_along(rows), *_layers(layers, options)]
-    advice = [_advice(reports, memory_bytes)] if memory_bytes else []
+    if axes.has_parallel_axes(options):
+        tables += [_traffic_by_axis(rows), *_layer_traffic(layers, options)]
+    advice = [_format_fit_advice(reports, memory_bytes)] if memory_bytes else []
     legend = [_LEGEND, *[wires.LEGEND] * (mesh.node > 1)]
-    if moved := tiers.moved(rows):
-        busy = {name: tiers.seconds(rows[name], options) for name in moved}
+    if moved := tiers.bytes_moved_by_link(rows):
+        busy = {name: tiers.transfer_seconds(rows[name], options) for name in moved}
         took = {what: {name: f"{busy[name][what]:.3g} s" for name in moved} for what in next(iter(busy.values()))}
-        tables.append(_table("moved between memories per rank and step", moved, after=took))
+        tables.append(_bytes_table("moved between memories per rank and step", moved, after=took))
         legend.append(_FAR_LEGEND)
     told = [] if pipe is None else [pipe.told()]
-    return "\n\n".join([title, *told, *_coincidence(reports, mesh), *tables, *advice, *legend])
+    return "\n\n".join([title, *told, *_explain_equal_presets(reports, mesh), *tables, *advice, *legend])
 
 
 _Texts = Mapping[str, Mapping[str, str]]
 
 
-def _table(
+def _bytes_table(
     what: str,
     rows: dict[str, dict[str, int]],
     before: _Texts | None = None,
@@ -264,40 +270,40 @@ def _table(
         [
             name,
             *(texts[name] for texts in before.values()),
-            *(quantity(nbytes) for nbytes in (*(values.get(c, 0) for c in columns), sum(values.values()))),
+            *(format_bytes(nbytes) for nbytes in (*(values.get(c, 0) for c in columns), sum(values.values()))),
             *(texts[name] for texts in after.values()),
         ]
         for name, values in rows.items()
     ]
-    return f"{what}\n{table([first, *before, *columns, 'total', *after], body)}"
+    return f"{what}\n{format_table([first, *before, *columns, 'total', *after], body)}"
 
 
-def _along(rows: dict[str, Report]) -> str:
+def _traffic_by_axis(rows: dict[str, Report]) -> str:
     """Return a table of bytes by preset, axis and collective."""
     order = [(name, axis) for name in rows for axis in (ENDS, *AXES) if axis in rows[name].sent_along]
     sent = {(name, axis): rows[name].sent_along[axis] for name, axis in order}
     verbs = list(dict.fromkeys(verb for values in sent.values() for verb in values))
     body, last = [], ""
     for (name, along), values in sent.items():
-        body.append([name if name != last else "", along, *(quantity(values.get(verb, 0)) for verb in verbs)])
+        body.append([name if name != last else "", along, *(format_bytes(values.get(verb, 0)) for verb in verbs)])
         last = name
-    return f"of this along each of the axes\n{table(['preset', 'axis', *verbs], body)}"
+    return f"of this along each of the axes\n{format_table(['preset', 'axis', *verbs], body)}"
 
 
-def _layers(layers: dict[str, dict[str, int]], options: argparse.Namespace) -> list[str]:
+def _layer_traffic(layers: dict[str, dict[str, int]], options: argparse.Namespace) -> list[str]:
     """Return the table of what layers send, or why there is none."""
     if layers:
         whose = "per rank and" if options.pipe == 1 else "of all stages together per"
-        return [_table(f"sent by the layers {whose} step, on top of any preset", layers, first="axis")]
+        return [_bytes_table(f"sent by the layers {whose} step, on top of any preset", layers, first="axis")]
     if options.tokens or options.pipe == options.tensor == options.sequence == 1:
         return []
     what = "layers" if options.pipe == 1 else "layers and stages"
     return [f"What {what} send on top depends on the batch: --tokens, of a rank and micro-batch, says how much it is."]
 
 
-def _cuts(plan: Plan, mesh: MeshShape) -> str:
+def _format_shard_counts(plan: Plan, mesh: MeshShape) -> str:
     """Return into how many shards the parts of the state are divided: those with equally many together."""
-    within = _within(plan)
+    within = _within_step_placements(plan)
     resting = {part: placement for part, placement in plan.parts.items() if part not in within}
     shards = {part: mesh.size(placement.axes) for part, placement in resting.items()}
     cut: dict[int, list[str]] = {}
@@ -315,20 +321,20 @@ def _cuts(plan: Plan, mesh: MeshShape) -> str:
     return text
 
 
-def _within(plan: Plan) -> dict[str, Placement]:
+def _within_step_placements(plan: Plan) -> dict[str, Placement]:
     """Return where parameters rest within a step, by name."""
     return {"after_forward": plan.held_after_forward, "between": plan.held_between}
 
 
-def _held(report: Report) -> int:
+def _device_bytes(report: Report) -> int:
     return report.memory[Memory.DEVICE.value]
 
 
-def _fit(bytes_left: int) -> str:
-    return f"fits, {quantity(bytes_left)} left" if bytes_left >= 0 else f"{quantity(-bytes_left)} too much"
+def _format_fit(bytes_left: int) -> str:
+    return f"fits, {format_bytes(bytes_left)} left" if bytes_left >= 0 else f"{format_bytes(-bytes_left)} too much"
 
 
-def _coincidence(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
+def _explain_equal_presets(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
     """Return why presets are the same here, where the number of ranks or hosts is the reason."""
     ranks, group = mesh.node * mesh.local, "stage" if mesh.pipe > 1 else "pod"
     if ranks == 1:
@@ -344,31 +350,31 @@ def _coincidence(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
     return []
 
 
-def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
-    size = quantity(memory_bytes)
-    first = first_fit(reports, memory_bytes)
+def _format_fit_advice(reports: dict[str, Report], memory_bytes: int) -> str:
+    size = format_bytes(memory_bytes)
+    first = first_fitting_preset(reports, memory_bytes)
     if first is not None:
-        left = quantity(memory_bytes - _held(reports[first]))
+        left = format_bytes(memory_bytes - _device_bytes(reports[first]))
         return f"The first that fits in {size} is {first}; {left} are left for activations."
-    least = min(reports, key=lambda name: _held(reports[name]))
-    over = quantity(_held(reports[least]) - memory_bytes)
+    least = min(reports, key=lambda name: _device_bytes(reports[name]))
+    over = format_bytes(_device_bytes(reports[least]) - memory_bytes)
     nearest = f"None fits in {size}; {least} is nearest" if reports[least].world > 1 else f"It does not fit in {size}"
     remedies = "take more ranks (--world), fewer bits (--precision) or another memory (--offload)"
     return f"{nearest}, {over} too much: {remedies}."
 
 
-def _title(model: ModelShape, options: argparse.Namespace) -> str:
+def _format_title(model: ModelShape, options: argparse.Namespace) -> str:
     frozen = f" ({model.frozen:,} frozen)" if model.frozen else ""
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
     kept = ", parameters unsharded between them" if options.between else ""
     sizes = {"pipe": "", "tensor": f" ({options.mode or 'mtp'})", "sequence": "", "pod": ""}
     more = "".join(f", {axis} {size}{how}" for axis, how in sizes.items() if (size := getattr(options, axis)) > 1)
-    told = f"{options.precision}{wires.told(options)}, {ranks}{more}, {batches}{kept}"
+    told = f"{options.precision}{wires.describe_wire_options(options)}, {ranks}{more}, {batches}{kept}"
     return f"{model.name}: {model.parameters:,} parameters{frozen}, {told}"
 
 
-def _model(options: argparse.Namespace, ranks: int) -> ModelShape:
+def _load_model_shape(options: argparse.Namespace, ranks: int) -> ModelShape:
     """Return the model; one that is given by its size alone has heads that ``ranks`` divide."""
     if options.parameters is not None:
         return from_size(options.parameters, options.units, options.vocabulary, ranks)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuzero.cli.palette import FARTHER, GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT, caption
-from npuzero.cli.table import quantity, unit_for
+from npuzero.cli.palette import FARTHER, GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT, add_caption
+from npuzero.cli.table import choose_byte_unit, format_bytes
 from npuzero.errors import ConfigError, StorageError
 from npuzero.plan import Memory, Report
 
@@ -20,7 +20,7 @@ _ON_TOP = "Activations come on top of this memory."
 _VISIBLE = 0.001  # of the longest bar: what is nowhere so wide has no place in the legend
 
 
-def plot(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> None:
+def plot_reports(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> None:
     """Draw memory per rank and bytes sent per step into the file ``path``, a row per preset.
 
     Args:
@@ -39,7 +39,7 @@ def plot(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: in
     except ImportError as error:
         raise ConfigError("--plot", expected="matplotlib", got=str(error), do="Run: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
-        figure = draw(title, reports, memory_bytes)
+        figure = draw_reports(title, reports, memory_bytes)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -50,7 +50,7 @@ def plot(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: in
         ) from error
 
 
-def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> Figure:
+def draw_reports(title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> Figure:
     """Return the picture: stacked bars of memory by part and of bytes sent by collective; between them, where anything
     rests off the device, of the other memories.
     """
@@ -59,38 +59,38 @@ def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = N
     figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
     held = {name: report.held[Memory.DEVICE] for name, report in reports.items()}
     counted = any("activations" in parts for parts in held.values())
-    caption(figure, finding(reports), title, _SOURCE if counted else f"{_ON_TOP} {_SOURCE}")
+    add_caption(figure, summarize_reports(reports), title, _SOURCE if counted else f"{_ON_TOP} {_SOURCE}")
     farther = {name: {memory: report.memory[memory] for memory in FARTHER} for name, report in reports.items()}
     offload = any(any(row.values()) for row in farther.values())
     left, *middle, right = figure.subplots(1, 2 + offload, sharey=True, width_ratios=(1.25, *[0.8] * offload, 1))
-    unit_bytes = _bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
+    unit_bytes = _draw_bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
     if memory_bytes:
         place = memory_bytes / unit_bytes
         left.axvline(place, color=GOAL, linestyle="--", linewidth=1.5)
-        text = f"a rank has {quantity(memory_bytes)}"
+        text = f"a rank has {format_bytes(memory_bytes)}"
         left.annotate(text, (place, 1), (4, 2), ("data", "axes fraction"), "offset points", color=GOAL, fontsize=9)
     for axes in middle:
-        _bars(axes, "Off the device", farther, FARTHER)
-    _bars(right, "Sent by a rank in a step", {name: report.bytes_sent for name, report in reports.items()}, SENT)
+        _draw_bars(axes, "Off the device", farther, FARTHER)
+    _draw_bars(right, "Sent by a rank in a step", {name: report.bytes_sent for name, report in reports.items()}, SENT)
     return figure
 
 
-def finding(reports: Mapping[str, Report]) -> str:
+def summarize_reports(reports: Mapping[str, Report]) -> str:
     """Return what the picture shows, in a line: which preset holds the least, beside which holds the most."""
     held = {name: report.memory[Memory.DEVICE.value] for name, report in reports.items()}
     least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
     if held[least] == held[most]:
-        return f"Every preset holds {quantity(held[most])}: one rank has nobody to share with"
-    return f"{least} holds {quantity(held[least])} a rank, {most} {quantity(held[most])}"
+        return f"Every preset holds {format_bytes(held[most])}: one rank has nobody to share with"
+    return f"{least} holds {format_bytes(held[least])} a rank, {most} {format_bytes(held[most])}"
 
 
-def _bars(
+def _draw_bars(
     axes: Axes, what: str, rows: Mapping[str, Mapping[str, int]], colours: Mapping[str, str], least_bytes: int = 0
 ) -> int:
     """Draw one side, at least ``least_bytes`` wide; the bytes of its unit."""
     totals = {name: sum(values.values()) for name, values in rows.items()}
     most_bytes = max(*totals.values(), least_bytes)
-    unit, unit_bytes = unit_for(most_bytes)
+    unit, unit_bytes = choose_byte_unit(most_bytes)
     lefts = dict.fromkeys(rows, 0.0)
     for part, colour in colours.items():
         widths = [values.get(part, 0) / unit_bytes for values in rows.values()]

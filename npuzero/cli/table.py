@@ -7,7 +7,7 @@ from collections.abc import Sequence
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Align columns on their width: the first ``left`` of them to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
@@ -21,7 +21,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def unit_for(nbytes: int) -> tuple[str, int]:
+def choose_byte_unit(nbytes: int) -> tuple[str, int]:
     """Return the largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole picture."""
     power = 0
     while power + 1 < len(_UNITS) and nbytes >= 10 * 1024 ** (power + 1):
@@ -29,7 +29,7 @@ def unit_for(nbytes: int) -> tuple[str, int]:
     return _UNITS[power], 1024**power
 
 
-def quantity(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Format `nbytes` with its own unit and four digits, such as ``13.04 GiB``; nothing is a dash."""
     if nbytes == 0:
         return "-"

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from npuzero.cli.arguments import rate
-from npuzero.cli.table import quantity
+from npuzero.cli.arguments import parse_rate
+from npuzero.cli.table import format_bytes
 from npuzero.errors import ConfigError
 from npuzero.plan import FROM_DISK, LINKS, OFFLOADS, TO_DEVICE, TO_DISK, TO_HOST, Memory, Plan, Report
 
@@ -19,18 +19,18 @@ _FURTHER = {"disk": " nvme", "lag": " with --gradients"}
 _ON_DISK = [name for name, parts in OFFLOADS.items() if Memory.NVME in parts.values()]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_tier_options(parser: argparse.ArgumentParser) -> None:
     """Add what says where states and gradients rest, and how fast they move."""
     where = parser.add_argument_group("off the device (rows named zero3+nvme and so on come on top)")
     where.add_argument("--offload", choices=tuple(OFFLOADS), help="states there, gradients on the host: zero(offload=)")
     where.add_argument("--states", choices=("host", "nvme"), help="states there")
     where.add_argument("--gradients", choices=("host",), help="gradients, too, where they are sharded as states are")
     where.add_argument("--lag", type=int, choices=(0, 1), default=0, help="1: updates a step late (0)")
-    where.add_argument("--link", type=rate, metavar="GB/S", help="of a rank between device and host, each way")
-    where.add_argument("--disk", type=rate, metavar="GB/S", help="of a rank on NVMe, both ways together")
+    where.add_argument("--link", type=parse_rate, metavar="GB/S", help="of a rank between device and host, each way")
+    where.add_argument("--disk", type=parse_rate, metavar="GB/S", help="of a rank on NVMe, both ways together")
 
 
-def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
+def offload_plan(plan: Plan, options: argparse.Namespace) -> Plan | None:
     """Return ``plan`` with parts off the device as the options say; None where they say nothing, or it shards states
     further than the parameters that they name.
 
@@ -60,24 +60,24 @@ def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
     return replace(placed, lag=1, name=f"{placed.name}, lag 1") if placed.gradients.far else None
 
 
-def elsewhere(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:
+def offloaded_columns(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:
     """Return columns of what rests on the host and on NVMe, where anything does."""
     columns = {memory.value: {n: r.memory[memory.value] for n, r in rows.items()} for memory in Memory}
     del columns[Memory.DEVICE.value]
     return {
-        memory: {n: quantity(b) for n, b in column.items()}
+        memory: {n: format_bytes(b) for n, b in column.items()}
         for memory, column in columns.items()
         if any(column.values())
     }
 
 
-def moved(rows: Mapping[str, Report]) -> dict[str, dict[str, int]]:
+def bytes_moved_by_link(rows: Mapping[str, Report]) -> dict[str, dict[str, int]]:
     """Return bytes by link, of links and rows that move anything."""
     used = [link for link in LINKS if any(report.bytes_moved[link] for report in rows.values())]
     return {n: {link: r.bytes_moved[link] for link in used} for n, r in rows.items() if any(r.bytes_moved.values())}
 
 
-def seconds(report: Report, options: argparse.Namespace) -> dict[str, float]:
+def transfer_seconds(report: Report, options: argparse.Namespace) -> dict[str, float]:
     """Return how long links and disk are busy for a step, of those whose rates are given."""
     found = {}
     if options.link:

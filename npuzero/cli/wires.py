@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from npuzero.cli.table import quantity
+from npuzero.cli.table import format_bytes
 from npuzero.plan import LOCAL, NODE, PRECISIONS, SUMS, MeshShape, Precision, Report
 from npuzero.plan.precision import DTYPES, FEEDBACKS, GATHERS
 from npuzero.plan.wire import THIN, Wire
@@ -19,7 +19,7 @@ zero++ and thin are hpz with parameters gathered in 8 bits and gradients reduced
 alone (all_to_all): what they compute is rounded, docs/numerics.md says by how much."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_wire_options(parser: argparse.ArgumentParser) -> None:
     """Add what says how parameters and gradients travel."""
     wires = parser.add_argument_group("what travels; all but --sums round it (docs/numerics.md)")
     wires.add_argument(
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     wires.add_argument(
         "--wires",
-        type=wires_of,
+        type=parse_wires,
         metavar="WIRE",
         help=f"gradients: {', '.join(_NAMES)}, or by axis, such as node=int4,local=bf16 (as parameters)",
     )
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wires_of(text: str) -> Wire | dict[str, Wire]:
+def parse_wires(text: str) -> Wire | dict[str, Wire]:
     """Parse how gradients travel: ``int4``, or by axis: ``node=int4,local=bf16``."""
     pairs = [part.strip().rpartition("=") for part in text.split(",")]
     found = {axis.strip(): _NAMES.get(name.strip()) for axis, _, name in pairs}
@@ -54,7 +54,7 @@ def wires_of(text: str) -> Wire | dict[str, Wire]:
     return known.get("", known)
 
 
-def precision_of(options: argparse.Namespace) -> Precision:
+def build_precision(options: argparse.Namespace) -> Precision:
     """Return the precision that the options say.
 
     Raises:
@@ -69,29 +69,29 @@ def precision_of(options: argparse.Namespace) -> Precision:
     )
 
 
-def told(options: argparse.Namespace) -> str:
+def describe_wire_options(options: argparse.Namespace) -> str:
     """Return what the options say of a title, behind the precision's name."""
     words = ", sums in the communication dtype" if options.sums == "wire" else ""
     words += f", parameters gathered in {options.gathers}" if options.gathers else ""
     if options.wires is not None:
         by_axis = options.wires if isinstance(options.wires, dict) else {"": options.wires}
         words += ", gradients in " + " and ".join(
-            f"{_name(wire)} along {axis}" if axis else _name(wire) for axis, wire in by_axis.items()
+            f"{_get_wire_name(wire)} along {axis}" if axis else _get_wire_name(wire) for axis, wire in by_axis.items()
         )
     where = "all axes" if options.feedback == "all" else options.feedback
     return words + (f", what rounding loses along {where} kept" if options.feedback else "")
 
 
-def _name(wire: Wire) -> str:
+def _get_wire_name(wire: Wire) -> str:
     return next(name for name, known in _NAMES.items() if known == wire)
 
 
-def between_nodes(rows: Mapping[str, Report], mesh: MeshShape) -> dict[str, dict[str, str]]:
+def internode_columns(rows: Mapping[str, Report], mesh: MeshShape) -> dict[str, dict[str, str]]:
     """Return columns of what a rank sends between nodes and inside them, where there are several."""
     if mesh.node == 1:
         return {}
     axes = {"between nodes": NODE, "inside nodes": LOCAL}
     return {
-        what: {name: quantity(sum(report.sent_along.get(axis, {}).values())) for name, report in rows.items()}
+        what: {name: format_bytes(sum(report.sent_along.get(axis, {}).values())) for name, report in rows.items()}
         for what, axis in axes.items()
     }

@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.counted import Counted
+from npuzero.comm.counted import CountingCommunicator
 from npuzero.comm.joining import current_world, entered, process_world
 from npuzero.comm.loopback import run_threads
 from npuzero.comm.mesh import Mesh
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.world import HOST_CHANNEL, SingleWorld, World
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 
 __all__ = [
     "HOST_CHANNEL",
+    "AsyncHandle",
     "Communicator",
-    "Counted",
-    "Handle",
+    "CountingCommunicator",
     "Mesh",
     "ProcessWorld",
     "SingleWorld",
@@ -32,6 +32,6 @@ __all__ = [
 ]
 
 if dist.is_available():
-    from npuzero.comm.torch_backend import register
+    from npuzero.comm.torch_backend import register_shm_backend
 
-    register()
+    register_shm_backend()

@@ -39,7 +39,7 @@ _names: dict[CodeType, str] = {}
 _thread = threading.local()
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Say where a thread is: within ``call``, a collective by its name, and at ``line`` of the user's code."""
 
     call: str = ""
@@ -56,7 +56,7 @@ class ExitRecorder(Protocol):
         """Clear the record: this rank calls again."""
 
 
-def named(name: str) -> Callable[[_Function], _Function]:
+def named_call(name: str) -> Callable[[_Function], _Function]:
     """Let errors of ranks that wait for each other speak of a function as ``name``; the function stays what it is."""
 
     def register(function: _Function) -> _Function:
@@ -66,15 +66,15 @@ def named(name: str) -> Callable[[_Function], _Function]:
     return register
 
 
-def collective(name: str) -> Callable[[_Function], _Function]:
-    """Name a public collective call as :func:`named` does, and record the exceptions that leave it.
+def collective_call(name: str) -> Callable[[_Function], _Function]:
+    """Name a public collective call as :func:`named_call` does, and record the exceptions that leave it.
 
-    A wrapper stands around the call. Hooks, many a step, are ``named`` only: what makes them tells the board.
+    A wrapper stands around the call. Hooks, many a step, are ``named_call`` only: what makes them tells the board.
     """
-    exits = _Exits(name)
+    exits = _ExitRecording(name)
 
     def wrap(function: _Function) -> _Function:
-        named(name)(function)
+        named_call(name)(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,19 +91,19 @@ def collective(name: str) -> Callable[[_Function], _Function]:
     return wrap
 
 
-class _Exits(AbstractContextManager[None]):
+class _ExitRecording(AbstractContextManager[None]):
     """Record exceptions that leave the block, which runs the call ``name``, where the calling thread uses a world."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __enter__(self) -> None:
-        recorder = _recorder()
+        recorder = _get_exit_recorder()
         if recorder is not None:
             recorder.clear_exit()
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        recorder = _recorder()
+        recorder = _get_exit_recorder()
         if recorder is not None and error is not None:
             recorder.record_exit(self._name, error)
 
@@ -113,7 +113,7 @@ def record_exits(recorder: ExitRecorder) -> None:
     _thread.recorder = recorder
 
 
-def _recorder() -> ExitRecorder | None:
+def _get_exit_recorder() -> ExitRecorder | None:
     recorder: ExitRecorder | None = getattr(_thread, "recorder", None)
     return recorder
 
@@ -123,7 +123,7 @@ def set_failure(text: str) -> None:
     _thread.failure = text
 
 
-def here() -> Place:
+def find_call_site() -> CallSite:
     """Return where the calling thread is: the outermost collective that the user's innermost frame called, if any."""
     frame: FrameType | None = sys._getframe(1)
     call = ""
@@ -131,10 +131,10 @@ def here() -> Place:
         call = _names.get(frame.f_code, call)
         frame = frame.f_back
     failure = getattr(_thread, "failure", "")
-    return Place(call, _line(frame) + (failure and f", after it raised {failure},"))
+    return CallSite(call, _format_frame_line(frame) + (failure and f", after it raised {failure},"))
 
 
-def torchs() -> Place:
+def find_torch_call() -> CallSite:
     """Return the function of torch's Python that the user's innermost frame called, "" if none, and that frame's line.
 
     ``torch.optim.AdamW.step``, ``clip_grad_norm_``: what somebody did whom an operator's name tells nothing.
@@ -147,12 +147,12 @@ def torchs() -> Place:
         helper = name.startswith("_") or name in _WRAPPERS or code.co_filename.endswith(_WALKS)
         public = name == "__init__" or not helper
         if public and code.co_filename.startswith(_TORCH):
-            call = f"{_kind(frame.f_locals.get('self'))}{name}".removesuffix(".__init__")
+            call = f"{_format_class_prefix(frame.f_locals.get('self'))}{name}".removesuffix(".__init__")
         frame = frame.f_back
-    return Place(call, _line(frame))
+    return CallSite(call, _format_frame_line(frame))
 
 
-def _kind(owner: object) -> str:
+def _format_class_prefix(owner: object) -> str:
     """Return the name of an object's class before a method's: torch's own with their package, none without one."""
     if owner is None or isinstance(owner, torch.Tensor):
         return "" if owner is None else "Tensor."
@@ -161,11 +161,11 @@ def _kind(owner: object) -> str:
     return f"{package}{type(owner).__name__}."
 
 
-def _line(frame: FrameType | None) -> str:
+def _format_frame_line(frame: FrameType | None) -> str:
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def subject(operation: str, rank: int) -> str:
+def error_subject(operation: str, rank: int) -> str:
     """Return what an error of ``rank`` in ``operation`` is about: the user's call, where the thread is within one."""
-    call = here().call
+    call = find_call_site().call
     return f"{call} on rank {rank}, in {operation}" if call else f"{operation} on rank {rank}"

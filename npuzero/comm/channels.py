@@ -18,13 +18,13 @@ import torch
 
 from npuzero.comm import fork
 from npuzero.comm.communicator import Communicator
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Channelled(Communicator):
+class ChannelCommunicator(Communicator):
     """Send and receive over channels.
 
     Attributes:
@@ -34,7 +34,7 @@ class Channelled(Communicator):
     def __init__(self, ranks: Sequence[int], rank: int, name: str, device: torch.device) -> None:
         super().__init__(ranks, rank, name, device)
         self.of: Self | None = None
-        self._door = fork.door(f"{name!r} on rank {self.ranks[rank]}")
+        self._door = fork.make_fork_check(f"{name!r} on rank {self.ranks[rank]}")
         self._channels: dict[tuple[int, int], Self] = {}
         self._opening = threading.Lock()
 
@@ -49,10 +49,10 @@ class Channelled(Communicator):
         for channel in self._open():
             channel.close()
 
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         return self._channel(self.rank, to)._carry("send", buffer, tag)
 
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
         return self._channel(from_, self.rank)._carry("recv", buffer, tag)
 
     def _channel(self, sender: int, receiver: int) -> Self:
@@ -74,5 +74,5 @@ class Channelled(Communicator):
         """Return a new communicator of two ranks of the group, this one among them; nobody waits for the other."""
 
     @abstractmethod
-    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> Handle:
+    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         """Start this rank's end of a send over this channel; ``verb``: "send" or "recv"."""

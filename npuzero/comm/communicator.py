@@ -1,8 +1,8 @@
 """The interface of collectives and sends, and the checks that every implementation shares.
 
-A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return a :class:`Handle` at once
-and run in the order of the calls; the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the
-group call the same collectives in the same order with the same sizes, dtypes and tags.
+A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return a :class:`AsyncHandle` at
+once and run in the order of the calls; the caller keeps the tensors alive and untouched until ``wait()``. All ranks of
+the group call the same collectives in the same order with the same sizes, dtypes and tags.
 
 A send is between two ranks, and no other takes part: what one rank sends and the other receives runs in the order of
 their calls, with the same sizes, dtypes and tags on both sides, beside whatever else is under way.
@@ -24,19 +24,19 @@ import torch
 from npuzero.comm.checks import (
     SUMS,
     WIRES,
-    check_apart,
     check_dtype,
     check_equal_dtypes,
     check_flat,
-    check_parts,
+    check_no_aliasing,
     check_peer,
+    check_shard_sizes,
 )
-from npuzero.comm.member import Member
-from npuzero.device import Handle
+from npuzero.comm.member import GroupRank
+from npuzero.device import AsyncHandle
 from npuzero.errors import ContractError
 
 
-class Communicator(Member):
+class Communicator(GroupRank):
     """Run collectives over an ordered group of ranks, and sends between two of them, for one rank of it."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,22 +53,22 @@ class Communicator(Member):
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     @final
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, *, tag: str = "") -> Handle:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, *, tag: str = "") -> AsyncHandle:
         """Gather the shards[n] of all ranks into whole[size * n], in group order; any dtype.
 
         ``shard`` may be this rank's own part of ``whole``.
         """
         check_flat("all_gather", "whole", whole, self.device)
         check_flat("all_gather", "shard", shard, self.device)
-        check_parts("all_gather", whole, shard, self.size)
+        check_shard_sizes("all_gather", whole, shard, self.size)
         check_equal_dtypes("all_gather", whole=whole, shard=shard)
-        check_apart("all_gather", self.rank, whole=whole, shard=shard)
+        check_no_aliasing("all_gather", self.rank, whole=whole, shard=shard)
         return self._all_gather(whole, shard, tag)
 
     @final
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, *, accumulate: bool = False, tag: str = ""
-    ) -> Handle:
+    ) -> AsyncHandle:
         """Set shard[n] to the sum over all ranks of this rank's part of whole[size * n]; f32, bf16 or f16.
 
         ``shard`` has the dtype of ``whole``, or float32. ``accumulate``: the sum is added to ``shard`` (the sum first,
@@ -79,19 +79,19 @@ class Communicator(Member):
         check_flat("reduce_scatter", "whole", whole, self.device)
         check_dtype("reduce_scatter: whole", whole, WIRES)
         check_dtype("reduce_scatter: shard", shard, (whole.dtype, torch.float32))
-        check_parts("reduce_scatter", whole, shard, self.size)
-        check_apart("reduce_scatter", None if accumulate else self.rank, whole=whole, shard=shard)
+        check_shard_sizes("reduce_scatter", whole, shard, self.size)
+        check_no_aliasing("reduce_scatter", None if accumulate else self.rank, whole=whole, shard=shard)
         return self._reduce_scatter(shard, whole, accumulate, tag)
 
     @final
-    def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> Handle:
+    def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> AsyncHandle:
         """Sum all ranks' buffers[n] in place, to the same bits on every rank. Integers wrap around."""
         check_flat("all_reduce", "buffer", buffer, self.device)
         check_dtype("all_reduce: buffer", buffer, SUMS)
         return self._all_reduce(buffer, tag)
 
     @final
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> Handle:
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> AsyncHandle:
         """Send part j of inp[size * n] to rank j; part i of out[size * n] comes from rank i; any dtype."""
         check_flat("all_to_all", "out", out, self.device)
         check_flat("all_to_all", "inp", inp, self.device)
@@ -103,7 +103,7 @@ class Communicator(Member):
                 got=f"{out.numel()} and {inp.numel()} elements",
                 do="Pad both to equal parts.",
             )
-        check_apart("all_to_all", out=out, inp=inp)
+        check_no_aliasing("all_to_all", out=out, inp=inp)
         return self._all_to_all(out, inp, tag)
 
     @final
@@ -121,12 +121,12 @@ class Communicator(Member):
         check_flat("reduce_scatter", "whole", whole, self.device)
         check_dtype("reduce_scatter: whole", whole, WIRES)
         shard = whole.new_empty(whole.numel() // self.size)
-        check_parts("reduce_scatter", whole, shard, self.size)
+        check_shard_sizes("reduce_scatter", whole, shard, self.size)
         self._reduce_scatter(shard, whole, False, "").wait()
         return shard
 
     @final
-    def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> Handle:
+    def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> AsyncHandle:
         """Copy the buffer[n] of the rank with index ``root`` in the group to all ranks, in place; any dtype."""
         check_flat("broadcast", "buffer", buffer, self.device)
         if not 0 <= root < self.size:
@@ -139,7 +139,7 @@ class Communicator(Member):
         return self._broadcast(buffer, root, tag)
 
     @final
-    def send(self, buffer: torch.Tensor, to: int, tag: str = "") -> Handle:
+    def send(self, buffer: torch.Tensor, to: int, tag: str = "") -> AsyncHandle:
         """Send buffer[n] to the rank with index ``to`` in the group, which calls :meth:`recv` for it; any dtype.
 
         It begins once the receiver has come to that recv, without any thread that waits, and ``wait()`` returns once
@@ -161,7 +161,7 @@ class Communicator(Member):
         return self._send(buffer, to, tag)
 
     @final
-    def recv(self, buffer: torch.Tensor, from_: int, tag: str = "") -> Handle:
+    def recv(self, buffer: torch.Tensor, from_: int, tag: str = "") -> AsyncHandle:
         """Receive buffer[n] from the rank with index ``from_`` in the group, see :meth:`send`; any dtype.
 
         Raises:
@@ -177,22 +177,22 @@ class Communicator(Member):
         """Wait until every rank has called it; operations that were under way are done then."""
 
     @abstractmethod
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle: ...
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle: ...
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle: ...
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle: ...
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle: ...
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle: ...
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle: ...
 
     @abstractmethod
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle: ...
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle: ...

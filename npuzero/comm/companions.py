@@ -6,20 +6,20 @@ import weakref
 from typing import Protocol
 
 
-class Companion(Protocol):
+class BackgroundUser(Protocol):
     """Use a world in a thread beside the main one, as an asynchronous save does."""
 
     def end(self) -> None:
         """Wait until nothing is under way, and raise what went wrong and nobody has heard."""
 
 
-class Companions:
+class BackgroundUsers:
     """Know the companions of one world, as long as anybody holds them."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakSet[Companion] = weakref.WeakSet()
+        self._known: weakref.WeakSet[BackgroundUser] = weakref.WeakSet()
 
-    def add(self, companion: Companion) -> None:
+    def add(self, companion: BackgroundUser) -> None:
         """Have the end of the world wait for ``companion``."""
         self._known.add(companion)
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from npuzero import observe
-from npuzero.comm.board import Failure
+from npuzero.comm.board import CommunicatorFailure
 from npuzero.comm.communicator import Communicator
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 from npuzero.plan import Sent, axis_bytes
 
 
-class Counted(Communicator):
+class CountingCommunicator(Communicator):
     """Wrap ``communicator``; each collective adds the bytes it sends to ``counter``, by axis and by its name.
 
     A collective is counted as it is issued, on the caller's thread, before it is passed on: a report that follows the
@@ -37,37 +37,37 @@ class Counted(Communicator):
     def barrier(self) -> None:
         self.communicator.barrier()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self.communicator.fail(failure)
 
     def close(self) -> None:
         self.communicator.close()
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
         self._count("all_gather", whole, tag)
         return self.communicator._all_gather(whole, shard, tag)
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         self._count("reduce_scatter", whole, tag)
         return self.communicator._reduce_scatter(shard, whole, accumulate, tag)
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         self._count("all_reduce", buffer, tag)
         return self.communicator._all_reduce(buffer, tag)
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         self._count("all_to_all", inp, tag)
         return self.communicator._all_to_all(out, inp, tag)
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
         self._count("broadcast", buffer, tag)
         return self.communicator._broadcast(buffer, root, tag)
 
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         self._count("send", buffer, tag)
         return self.communicator._send(buffer, to, tag)
 
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
         return self.communicator._recv(buffer, from_, tag)
 
     def _count(self, verb: str, whole: torch.Tensor, tag: str) -> None:

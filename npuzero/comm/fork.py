@@ -17,7 +17,7 @@ import torch.distributed as dist
 from npuzero.errors import StateError
 
 
-class Birthplace:
+class CreatingProcess:
     """Remember the process in which something was made."""
 
     def __init__(self) -> None:
@@ -28,18 +28,18 @@ class Birthplace:
         return self._pid != os.getpid()
 
 
-def door(subject: str) -> Callable[[], None]:
+def make_fork_check(subject: str) -> Callable[[], None]:
     """Return a check that raises a StateError about ``subject`` in a forked child of this process."""
-    birthplace = Birthplace()
+    birthplace = CreatingProcess()
 
     def check() -> None:
         if birthplace.left():
-            raise not_carried_over(subject)
+            raise forked_world_error(subject)
 
     return check
 
 
-def not_carried_over(subject: str) -> StateError:
+def forked_world_error(subject: str) -> StateError:
     """Return the error for a child that uses its parent's world."""
     return StateError(
         subject,
@@ -50,7 +50,7 @@ def not_carried_over(subject: str) -> StateError:
     )
 
 
-def inherited_group() -> bool:
+def has_inherited_group() -> bool:
     """Return whether torch.distributed's default group is this process's by a fork only."""
     return dist.is_available() and dist.is_initialized() and dist.group.WORLD is _inherited
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from npuzero.comm import fork
-from npuzero.comm.board import Failure
+from npuzero.comm.board import CommunicatorFailure
 from npuzero.comm.communicator import Communicator
-from npuzero.device import Handle, make_lane
+from npuzero.device import AsyncHandle, make_lane
 
 
-def transposed(ranks: Sequence[int]) -> int | None:
+def find_transposed_size(ranks: Sequence[int]) -> int | None:
     """Return the inner size ``a`` if ``ranks`` are ascending ranks, seen as [a, b], transposed to [b, a]; else None."""
     size, ascending = len(ranks), sorted(ranks)
     for inner in range(2, size // 2 + 1):
@@ -39,13 +39,13 @@ class HierarchicalCommunicator(Communicator):
     def __init__(self, outer: Communicator, inner: Communicator, flat: Communicator, ranks: Sequence[int], name: str):
         super().__init__(ranks, outer.rank * inner.size + inner.rank, name, flat.device)
         self.outer, self.inner, self.flat = outer, inner, flat
-        self._lane = make_lane(flat.device, name, fork.door(name))
+        self._lane = make_lane(flat.device, name, fork.make_fork_check(name))
         self._places = torch.tensor([self.ranks.index(member) for member in flat.ranks])
 
     def barrier(self) -> None:
         self._lane.run(self.flat.barrier).wait()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         for part in (self.outer, self.inner, self.flat):
             part.fail(failure)
 
@@ -54,7 +54,7 @@ class HierarchicalCommunicator(Communicator):
             part.close()
         self._lane.close(timeout_s=1.0)
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
         block = whole.view(self.outer.size, -1)[self.outer.rank]
 
         def step() -> None:
@@ -63,7 +63,7 @@ class HierarchicalCommunicator(Communicator):
 
         return self._lane.run(step)
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         def step() -> None:
             block = whole.new_empty(whole.numel() // self.outer.size)
             self.outer.reduce_scatter(block, whole, tag=tag).wait()
@@ -71,10 +71,10 @@ class HierarchicalCommunicator(Communicator):
 
         return self._lane.run(step)
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         return self._lane.run(lambda: self.flat.all_reduce(buffer, tag=tag).wait())
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         def step() -> None:
             sent = inp.view(self.size, -1)[self._places].view(-1)
             received = torch.empty_like(sent)
@@ -83,14 +83,14 @@ class HierarchicalCommunicator(Communicator):
 
         return self._lane.run(step)
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
         place = self._place_of(root)
         return self._lane.run(lambda: self.flat.broadcast(buffer, root=place, tag=tag).wait())
 
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         return self.flat.send(buffer, self._place_of(to), tag)
 
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
         return self.flat.recv(buffer, self._place_of(from_), tag)
 
     def _place_of(self, member: int) -> int:

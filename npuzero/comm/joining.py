@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from npuzero import config, device, observe
 from npuzero.comm import fork
-from npuzero.comm.calls import named
-from npuzero.comm.lives import store_of_this_life
+from npuzero.comm.calls import named_call
+from npuzero.comm.lives import open_restart_store
 from npuzero.comm.process_world import ProcessWorld
-from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRoll
+from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRankRegistry
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
 from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 
@@ -32,7 +32,7 @@ from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 BACKENDS = ("shm", "gloo", "nccl", "hccl")
 
 
-@named("init")
+@named_call("init")
 def process_world(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
@@ -57,26 +57,26 @@ def process_world(
         CollectiveError: the ranks did not find each other.
         StateError: this process is a forked child of a rank.
     """
-    default_s = config.environment().timeout_s  # read in any case: a misspelt variable is an error
-    launch = _launch()
+    default_s = config.read_environment().timeout_s  # read in any case: a misspelt variable is an error
+    launch = _read_launch()
     here = _choose_device(device, launch.local_rank)
     _check_backend(backend, here)
     wishes = {"device": device and here, "timeout_s": timeout_s, "backend": backend, "buffer_mb": buffer_mb}
-    joined = _joined()
+    joined = _get_joined_world()
     if joined is not None and (joined.size > 1 or launch.world_size == 1):
         joined._check_birthplace("init")
-        _check_wishes(joined, wishes)
+        _check_requested_options(joined, wishes)
         return joined
     seconds = default_s if timeout_s is None else timeout_s
     if dist.is_available() and dist.is_initialized():
-        world: World = _on_torch(here, backend, seconds, buffer_mb)
+        world: World = _make_torch_world(here, backend, seconds, buffer_mb)
     elif launch.world_size == 1:
         _warn_if_alone(here, named=":" in str(device))
         world = SingleWorld(here, seconds)
     else:
         _init_process_group(here, seconds)
-        world = _on_torch(here, backend, seconds, buffer_mb)
-    _join(world, wishes)
+        world = _make_torch_world(here, backend, seconds, buffer_mb)
+    _set_process_world(world, wishes)
     return world
 
 
@@ -85,17 +85,19 @@ def current_world() -> World:
     inside: World | None = getattr(_thread, "world", None)
     if inside is not None:
         return inside
-    joined = _joined()
+    joined = _get_joined_world()
     if joined is not None:
         return joined
     if dist.is_available() and dist.is_initialized():
-        _join(_on_torch(_choose_device(None, _launch().local_rank), None, TIMEOUT_S, None), {})
-    elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
+        _set_process_world(
+            _make_torch_world(_choose_device(None, _read_launch().local_rank), None, TIMEOUT_S, None), {}
+        )
+    elif config.read_launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
         process_world()
     else:
         here = device.choose(0)
         _warn_if_alone(here, named=False)
-        _join(SingleWorld(here), {})
+        _set_process_world(SingleWorld(here), {})
     return current_world()
 
 
@@ -118,7 +120,7 @@ _group: Any = None  # torch.distributed's default group as the world was made
 _wishes: dict[str, Any] = {}  # with which it was asked for
 
 
-def _join(world: World, wishes: dict[str, Any]) -> None:
+def _set_process_world(world: World, wishes: dict[str, Any]) -> None:
     global _process_world, _group, _wishes
     _process_world = world
     _group = _default_group()
@@ -126,7 +128,7 @@ def _join(world: World, wishes: dict[str, Any]) -> None:
     observe.set_rank(world.rank, process=True)
 
 
-def _joined() -> World | None:
+def _get_joined_world() -> World | None:
     """Return this process's world, unless it is closed, or torch.distributed has been started anew since."""
     world = _process_world
     if world is None or world.closed:
@@ -137,17 +139,17 @@ def _joined() -> World | None:
     return world if alone or group is None or group is _group else None
 
 
-def _launch() -> config.Launch:
+def _read_launch() -> config.Launch:
     """Read what the launcher tells, to this process or to torch.distributed."""
     group = (dist.get_rank(), dist.get_world_size()) if _default_group() is not None else None
-    return config.launch(group=group)
+    return config.read_launch(group=group)
 
 
 def _default_group() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _check_wishes(world: World, wishes: dict[str, Any]) -> None:
+def _check_requested_options(world: World, wishes: dict[str, Any]) -> None:
     """Raise a ConfigError where something is asked for that the world has not."""
     has = {**_wishes, "device": world.device, "timeout_s": world.timeout_s}
     for name, wish in wishes.items():
@@ -160,9 +162,9 @@ def _check_wishes(world: World, wishes: dict[str, Any]) -> None:
             )
 
 
-def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
-    if fork.inherited_group():
-        raise fork.not_carried_over("torch.distributed's group")
+def _make_torch_world(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
+    if fork.has_inherited_group():
+        raise fork.forked_world_error("torch.distributed's group")
     store = dist.PrefixStore(  # type: ignore[attr-defined]
         "npuzero", dist.distributed_c10d._get_default_store()
     )
@@ -192,9 +194,9 @@ def _warn_if_alone(here: torch.device, named: bool) -> None:
     """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that; and that
     tasks of srun or mpirun, which do not set torchrun's variables, each train alone.
     """
-    if config.launched():
+    if config.has_launcher():
         return
-    count, tasks = device.get(here).count(), config.tasks()
+    count, tasks = device.get(here).count(), config.count_launched_tasks()
     text = ""
     if tasks > 1:
         text = (
@@ -229,7 +231,7 @@ def _check_backend(backend: str | None, here: torch.device) -> None:
 def _init_process_group(here: torch.device, timeout_s: float) -> None:
     """Start torch.distributed from the launcher's variables, with the backend of the device."""
     backend = device.get(here).backend
-    meeting = config.rendezvous()
+    meeting = config.find_rendezvous_address()
     if not dist.is_backend_available(backend):
         raise ConfigError(
             "init",
@@ -239,13 +241,13 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
         )
     if here.type != "cpu":
         getattr(torch, here.type).set_device(here)
-    launch = config.launch()
-    call = RollCall(StoredRoll(launch.rank, launch.world_size, meeting), timeout_s)
+    launch = config.read_launch()
+    call = RollCall(StoredRankRegistry(launch.rank, launch.world_size, meeting), timeout_s)
     try:
         with call:
             told: dict[str, Any] = {}
             if config.agent_keeps_store():
-                store = store_of_this_life(launch.rank, launch.world_size, meeting, timeout_s)
+                store = open_restart_store(launch.rank, launch.world_size, meeting, timeout_s)
                 told = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **told)
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -262,7 +264,7 @@ _at_exit: list[Callable[[], None]] = []
 
 
 @atexit.register
-def _end() -> None:
+def _end_process_world() -> None:
     if _process_world is not None and not _process_world.inherited:
         orderly = getattr(sys, "last_value", None) is None  # not after an exception that nobody caught
         try:
@@ -273,5 +275,5 @@ def _end() -> None:
         if orderly and isinstance(_process_world, ProcessWorld):
             _process_world.outlive()
     for action in _at_exit:
-        if dist.is_initialized() and not fork.inherited_group():
+        if dist.is_initialized() and not fork.has_inherited_group():
             action()

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from npuzero.comm.store import Store
+from npuzero.comm.store import PrefixedStore
 
 #: Seconds between two looks of rank 0.
 _PAUSE_S = 0.02
 
 
-def store_of_this_life(rank: int, size: int, address: str, timeout_s: float) -> Any:
+def open_restart_store(rank: int, size: int, address: str, timeout_s: float) -> Any:
     """Return the part of the agent's store that the ranks of this life alone use. Collective.
 
     Args:
@@ -41,7 +41,7 @@ def store_of_this_life(rank: int, size: int, address: str, timeout_s: float) -> 
         host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
     if rank == 0:
-        name = _welcome(Store(client).within("npuzero/lives"), size, timeout_s)
+        name = _share_restart_name(PrefixedStore(client).within("npuzero/lives"), size, timeout_s)
     else:
         word = uuid.uuid4().hex
         client.set(f"npuzero/lives/here/{rank}", word)
@@ -50,7 +50,7 @@ def store_of_this_life(rank: int, size: int, address: str, timeout_s: float) -> 
     return dist.PrefixStore(f"npuzero/lives/{name}", client)  # type: ignore[attr-defined]
 
 
-def _welcome(store: Store, size: int, timeout_s: float) -> str:
+def _share_restart_name(store: PrefixedStore, size: int, timeout_s: float) -> str:
     """Tell all other ranks the name of this life, and return it."""
     name = uuid.uuid4().hex
     here = [f"here/{rank}" for rank in range(1, size)]

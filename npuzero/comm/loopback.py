@@ -13,9 +13,9 @@ import torch
 
 from npuzero import observe
 from npuzero.comm import shared_memory
-from npuzero.comm.board import NOWHERE, SLICE_S, Failure, Slot, Watch, aborted
+from npuzero.comm.board import NOWHERE, SLICE_S, CommunicatorFailure, RankStatus, WaitWatcher, make_abort_failure
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.exchange import meeting, place_of
+from npuzero.comm.exchange import format_exchange_place, make_exchange_rendezvous
 from npuzero.comm.joining import entered
 from npuzero.comm.world import World
 from npuzero.errors import CollectiveError
@@ -23,7 +23,7 @@ from npuzero.errors import CollectiveError
 _Result = TypeVar("_Result")
 
 
-class _Run:
+class _ThreadRun:
     """Hold what the threads of one run share."""
 
     def __init__(self, size: int) -> None:
@@ -32,7 +32,7 @@ class _Run:
         self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
         self.exchanges: dict[tuple[str, int], dict[int, str]] = {}  # by place and number
         self.slots = [NOWHERE] * size
-        self.failure: Failure | None = None
+        self.failure: CommunicatorFailure | None = None
         self.left: set[int] = set()
         self.first_error: BaseException | None = None
 
@@ -49,7 +49,7 @@ class _Run:
                     region.leave(ranks.index(rank))
             return region
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         """Break every communicator there is and will be; only the first reason counts."""
         with self.changed:
             self.failure = self.failure or failure
@@ -67,37 +67,37 @@ class _Run:
             self.changed.notify_all()
 
 
-class _ThreadSlots:
+class _ThreadStatusStore:
     """Store the board's slots in memory, for one rank of :func:`run_threads`."""
 
-    def __init__(self, run: _Run, rank: int) -> None:
+    def __init__(self, run: _ThreadRun, rank: int) -> None:
         self._run = run
         self._rank = rank
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: RankStatus) -> None:
         with self._run.changed:
             self._run.slots[self._rank] = slot
 
-    def read(self) -> list[Slot]:
+    def read(self) -> list[RankStatus]:
         with self._run.changed:
             return list(self._run.slots)
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> CommunicatorFailure | None:
         return self._run.failure
 
 
 class ThreadWorld(World):
     """Represent the ranks of :func:`run_threads`, seen from one of them."""
 
-    def __init__(self, rank: int, run: _Run, timeout_s: float) -> None:
-        slots = _ThreadSlots(run, rank)
+    def __init__(self, rank: int, run: _ThreadRun, timeout_s: float) -> None:
+        slots = _ThreadStatusStore(run, rank)
         super().__init__(rank, run.size, torch.device("cpu"), range(run.size), timeout_s, slots)
         self._run = run
         self._came: Counter[str] = Counter()  # to exchanges
 
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
-        run, place = self._run, place_of(channel, group)
-        here = meeting(place, channel, self._came[place] + 1, group or range(self.size))
+        run, place = self._run, format_exchange_place(channel, group)
+        here = make_exchange_rendezvous(place, channel, self._came[place] + 1, group or range(self.size))
         with run.changed:
             values = run.exchanges.setdefault((place, here.number), {})
             values[self.rank] = json.dumps(value)
@@ -105,13 +105,13 @@ class ThreadWorld(World):
             run.exchanges.pop((place, here.number - 2), None)
             run.changed.notify_all()
         self._came[place] = here.number
-        with Watch(self.board, here, self.rank) as watch:
+        with WaitWatcher(self.board, here, self.rank) as watch:
             failure = self.board.failure(known=True) or self._await(values, here.ranks, watch)
         if failure is not None:
             raise failure.error(watch.subject)
         return [json.loads(values[rank]) for rank in here.ranks]
 
-    def _await(self, values: dict[int, str], ranks: Sequence[int], watch: Watch) -> Failure | None:
+    def _await(self, values: dict[int, str], ranks: Sequence[int], watch: WaitWatcher) -> CommunicatorFailure | None:
         """Wait for the values of all ``ranks``; return why they never will be there, if so."""
         run = self._run
         deadline_s = time.monotonic() + self.timeout_s
@@ -130,7 +130,7 @@ class ThreadWorld(World):
                     return run.failure
                 if ended or left_s <= 0:
                     why = ": the others ended" if ended else ""
-                    return Failure(
+                    return CommunicatorFailure(
                         "closed" if ended else "timeout",
                         self.rank,
                         f"all {len(ranks)} ranks within {self.timeout_s} s",
@@ -139,7 +139,7 @@ class ThreadWorld(World):
                     )
             watch.look()  # not while the lock is held: the board has one, too
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self._run.fail(failure)
         super().fail(failure)
 
@@ -174,7 +174,7 @@ def run_threads(
         CollectiveError: the ranks did not end within ``limit_s``.
     """
     limit_s = 10 * timeout_s if limit_s is None else limit_s
-    run = _Run(size)
+    run = _ThreadRun(size)
     worlds = [ThreadWorld(rank, run, timeout_s) for rank in range(size)]
     results: dict[int, _Result] = {}
 
@@ -195,12 +195,12 @@ def run_threads(
     for thread in threads:
         thread.start()
     try:
-        stuck = _join(threads, limit_s)
+        stuck = _join_threads(threads, limit_s)
     except BaseException as error:
-        run.fail(aborted(0, type(error).__name__))
+        run.fail(make_abort_failure(0, type(error).__name__))
         raise
     if stuck:
-        run.fail(aborted(0, f"not done after {limit_s} s"))
+        run.fail(make_abort_failure(0, f"not done after {limit_s} s"))
         raise CollectiveError(
             "run_threads",
             expected=f"{size} ranks to end within {limit_s} s",
@@ -212,7 +212,7 @@ def run_threads(
     return [results[rank] for rank in range(size)]
 
 
-def _join(threads: list[threading.Thread], timeout_s: float) -> list[str]:
+def _join_threads(threads: list[threading.Thread], timeout_s: float) -> list[str]:
     """Return the names of the threads that still run after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:

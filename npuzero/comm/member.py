@@ -8,10 +8,10 @@ from typing import final
 
 import torch
 
-from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
+from npuzero.comm.board import CommunicatorFailure, HangDetector, Rendezvous, WaitWatcher, make_abort_failure
 
 
-class Member(ABC):
+class GroupRank(ABC):
     """Be one rank of an ordered group.
 
     Attributes:
@@ -33,7 +33,7 @@ class Member(ABC):
         self.device = device
         self.place = f"{name}/{'-'.join(map(str, self.ranks))}"
         self.started = 0
-        self.board: Board | None = None
+        self.board: HangDetector | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
@@ -42,22 +42,22 @@ class Member(ABC):
         """Return how often this rank has come to each place of the group."""
         return {self.place: self.started}
 
-    def meeting(self, number: int, verb: str, tag: str) -> Meeting:
+    def meeting(self, number: int, verb: str, tag: str) -> Rendezvous:
         """Return the operation ``number`` as a place where ranks meet."""
         what = f"{verb} #{number}" + (f" tagged {tag!r}" if tag else "")
-        return Meeting(self.place, number, self.ranks, f"{what} of {self.name!r}")
+        return Rendezvous(self.place, number, self.ranks, f"{what} of {self.name!r}")
 
-    def watch(self, number: int, verb: str, tag: str) -> Watch:
+    def watch(self, number: int, verb: str, tag: str) -> WaitWatcher:
         """Return the watch for a wait of the calling thread for the operation ``number``."""
-        return Watch(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
+        return WaitWatcher(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
 
     @final
     def abort(self, reason: str) -> None:
         """Break the group, on every rank where the implementation can."""
-        self.fail(aborted(self.ranks[self.rank], reason))
+        self.fail(make_abort_failure(self.ranks[self.rank], reason))
 
     @abstractmethod
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         """Break it likewise, for ``failure``; the first one stays."""
 
     def drain(self) -> None:

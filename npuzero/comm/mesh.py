@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
-from npuzero.arguments import describe
+from npuzero.arguments import describe_value
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.world import World
 from npuzero.errors import ConfigError, did_you_mean
@@ -54,10 +54,10 @@ class Mesh:
         given = {PIPE: pipe, POD: pod, TENSOR: tensor, SEQUENCE: sequence}
         rest = world.size
         for axis in (PIPE, TENSOR, POD):
-            rest = groups_of(axis, given[axis], rest, world.size)
+            rest = count_axis_groups(axis, given[axis], rest, world.size)
         local = _ranks_per_host(world, tensor, rest) if local_size is None else local_size
-        node = groups_of("local_size", local, rest, world.size)
-        groups_of(SEQUENCE, sequence, rest * pod, world.size)
+        node = count_axis_groups("local_size", local, rest, world.size)
+        count_axis_groups(SEQUENCE, sequence, rest * pod, world.size)
         self.shape = MeshShape(node=node, local=local, **given)
 
     @staticmethod
@@ -123,7 +123,7 @@ class Mesh:
             )
 
 
-def groups_of(axis: str, size: int, ranks: int, world: int) -> int:
+def count_axis_groups(axis: str, size: int, ranks: int, world: int) -> int:
     """Return how many groups of ``size`` there are in ``ranks``, of a world's, that other axes have left."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
         whose = f"{ranks} ranks" if ranks == world else f"{ranks} ranks that the other axes leave of {world}"
@@ -155,4 +155,4 @@ def check_mesh(subject: str, mesh: object) -> None:
     """Raise a ConfigError unless ``mesh`` is a mesh."""
     if not isinstance(mesh, Mesh):
         do = "Pass what npuzero.mesh() returned."
-        raise ConfigError(f"{subject}: mesh", expected="a npuzero.Mesh", got=describe(mesh), do=do)
+        raise ConfigError(f"{subject}: mesh", expected="a npuzero.Mesh", got=describe_value(mesh), do=do)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from npuzero.comm import fork
-from npuzero.comm.board import Failure, patience
-from npuzero.comm.calls import subject
-from npuzero.comm.channels import Channelled
+from npuzero.comm.board import CommunicatorFailure, make_patient_wait
+from npuzero.comm.calls import error_subject
+from npuzero.comm.channels import ChannelCommunicator
 from npuzero.comm.checks import INTEGERS
 from npuzero.comm.communicator import Communicator
-from npuzero.device import Handle, HostLane
+from npuzero.device import AsyncHandle, HostLane
 from npuzero.errors import CollectiveError, ConfigError
 
 #: Below this many elements an all_reduce gathers all buffers: one step instead of two.
@@ -70,7 +70,7 @@ class ProcessGroupCommunicator(Communicator):
         self.backend = backend
         self._errors: list[CollectiveError] = []  # the first one stays
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self._errors.append(failure.error(f"{self.name!r} on rank {self.ranks[self.rank]}"))
 
     def _check_unbroken(self) -> None:
@@ -91,7 +91,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:
         return CollectiveError(
-            subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank]),
+            error_subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank]),
             expected=f"{self.backend} to complete it with ranks {self.ranks}",
             got=got,
             do=_ADVICE[self.backend],
@@ -109,14 +109,14 @@ _ADVICE = {
 }
 
 
-class GlooCommunicator(ProcessGroupCommunicator, Channelled):
+class GlooCommunicator(ProcessGroupCommunicator, ChannelCommunicator):
     """Run collectives on host tensors over gloo, in order, on a thread of their own; each channel has one, too."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
         super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
         self._places = [self.ranks.index(member) for member in sorted(self.ranks)]
         self._ascending = self._places == list(range(self.size))
-        self._lane = HostLane(name, fork.door(name))
+        self._lane = HostLane(name, fork.make_fork_check(name))
 
     def barrier(self) -> None:
         self._run("barrier", "", 1, lambda: dist.barrier(group=self.group)).wait()
@@ -125,16 +125,16 @@ class GlooCommunicator(ProcessGroupCommunicator, Channelled):
         self._lane.close(timeout_s=1.0)
         super().close()
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
         return self._run("all_gather", tag, whole.numel(), lambda: self._gather(whole, shard))
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         def step() -> None:
             add_in_order(shard, self._swap(whole), accumulate)
 
         return self._run("reduce_scatter", tag, whole.numel(), step)
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         def small() -> None:
             rows = buffer.new_empty(self.size, buffer.numel())
             self._gather_ascending(rows.view(-1), buffer)
@@ -151,19 +151,19 @@ class GlooCommunicator(ProcessGroupCommunicator, Channelled):
 
         return self._run("all_reduce", tag, buffer.numel(), small if buffer.numel() <= _SMALL_NUMEL else large)
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         def step() -> None:
             out.view(self.size, -1)[self._places] = self._swap(inp)
 
         return self._run("all_to_all", tag, inp.numel(), step)
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
         source = self.ranks[root]
         return self._run(
-            "broadcast", tag, buffer.numel(), lambda: dist.broadcast(_bytes(buffer), source, group=self.group)
+            "broadcast", tag, buffer.numel(), lambda: dist.broadcast(_view_as_uint8(buffer), source, group=self.group)
         )
 
-    def _run(self, verb: str, tag: str, numel: int, step: Callable[[], None]) -> Handle:
+    def _run(self, verb: str, tag: str, numel: int, step: Callable[[], None]) -> AsyncHandle:
         sequence = self._next()
 
         def guarded() -> None:
@@ -174,30 +174,32 @@ class GlooCommunicator(ProcessGroupCommunicator, Channelled):
             except RuntimeError as error:
                 raise self._fail(verb, sequence, tag, error) from error
 
-        return self._lane.run(guarded, patience(lambda: self.watch(sequence, verb, tag), self._check_unbroken))
+        return self._lane.run(guarded, make_patient_wait(lambda: self.watch(sequence, verb, tag), self._check_unbroken))
 
     def _make_channel(self, ranks: tuple[int, int], name: str) -> GlooCommunicator:
         made = GlooCommunicator(self.group, ranks, ranks.index(self.ranks[self.rank]), name)
         made._errors = self._errors
         return made
 
-    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> Handle:
+    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         here, peer = self.ranks[self.rank], self.ranks[1 - self.rank]
         sequence = self.started + 1
         what = f"send #{sequence} of {buffer.numel()} {buffer.dtype}".replace("torch.", "")
-        mine = _short(what + (f" tagged {tag!r}" if tag else ""))
+        mine = _truncate_text(what + (f" tagged {tag!r}" if tag else ""))
         move, way = (dist.send if verb == "send" else dist.recv), int(self._ascending)
 
         def step() -> None:
             theirs = self._tell(mine, peer, way)
             if theirs != mine:
                 got = "; ".join(f"rank {rank}: {said}" for rank, said in sorted({here: mine, peer: theirs}.items()))
-                failure = Failure("mismatch", here, "the same size, dtype and tag on both ranks", got, _DIFFERS)
-                about = subject(self.meeting(sequence, verb, tag).text, here)
+                failure = CommunicatorFailure(
+                    "mismatch", here, "the same size, dtype and tag on both ranks", got, _DIFFERS
+                )
+                about = error_subject(self.meeting(sequence, verb, tag).text, here)
                 self._errors.append(failure.error(about, verb=verb, sequence=sequence, tag=tag))
                 self._check_unbroken()
             if buffer.numel():
-                move(_bytes(buffer), peer, group=self.group, tag=way)
+                move(_view_as_uint8(buffer), peer, group=self.group, tag=way)
 
         return self._run(verb, tag, 1, step)
 
@@ -221,18 +223,18 @@ class GlooCommunicator(ProcessGroupCommunicator, Channelled):
 
     def _gather_ascending(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         # A copy: gloo is not told to expect an input inside its output.
-        all_gather_single(_bytes(whole), _bytes(shard.clone()), group=self.group)
+        all_gather_single(_view_as_uint8(whole), _view_as_uint8(shard.clone()), group=self.group)
 
     def _swap(self, whole: torch.Tensor) -> torch.Tensor:
         """Return [size, n]: what each rank has for this one, in ascending order of the ranks."""
         sent = whole.view(self.size, -1)
         received = torch.empty_like(sent)
         sent = sent if self._ascending else sent[self._places]
-        dist.all_to_all_single(_bytes(received.view(-1)), _bytes(sent.view(-1)), group=self.group)
+        dist.all_to_all_single(_view_as_uint8(received.view(-1)), _view_as_uint8(sent.view(-1)), group=self.group)
         return received
 
 
-class WorkHandle(Handle):
+class WorkHandle(AsyncHandle):
     """Stand for torch's work on an accelerator, and do what is left once the current stream sees its result."""
 
     def __init__(
@@ -290,14 +292,16 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
     def close(self) -> None:
         return
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
         return self._start(
             "all_gather",
             tag,
-            lambda: all_gather_single(_carried(whole), _carried(shard), group=self.group, async_op=True),
+            lambda: all_gather_single(
+                _view_as_transferable(whole), _view_as_transferable(shard), group=self.group, async_op=True
+            ),
         )
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         direct = shard.dtype == whole.dtype and not accumulate
         result = shard if direct else torch.empty(shard.numel(), dtype=whole.dtype, device=self.device)
 
@@ -312,43 +316,51 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
             None if direct else after,
         )
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         if self.backend == "hccl" and buffer.dtype not in _HCCL_SUMS:
             return self._gather_and_add(buffer, tag)
         return self._start("all_reduce", tag, lambda: dist.all_reduce(buffer, group=self.group, async_op=True))
 
-    def _gather_and_add(self, buffer: torch.Tensor, tag: str) -> Handle:
+    def _gather_and_add(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         rows = torch.empty(self.size * buffer.numel(), dtype=buffer.dtype, device=self.device)
         return self._start(
             "all_reduce",
             tag,
-            lambda: all_gather_single(_carried(rows), _carried(buffer), group=self.group, async_op=True),
+            lambda: all_gather_single(
+                _view_as_transferable(rows), _view_as_transferable(buffer), group=self.group, async_op=True
+            ),
             lambda: add_in_order(buffer, rows.view(self.size, -1)),
         )
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         return self._start(
             "all_to_all",
             tag,
-            lambda: dist.all_to_all_single(_carried(out), _carried(inp), group=self.group, async_op=True),
+            lambda: dist.all_to_all_single(
+                _view_as_transferable(out), _view_as_transferable(inp), group=self.group, async_op=True
+            ),
         )
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
         source = self.ranks[root]
         return self._start(
-            "broadcast", tag, lambda: dist.broadcast(_carried(buffer), source, group=self.group, async_op=True)
+            "broadcast",
+            tag,
+            lambda: dist.broadcast(_view_as_transferable(buffer), source, group=self.group, async_op=True),
         )
 
     # torch connects two ranks when one first sends to the other, and runs both directions on one queue.
-    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         peer = self.ranks[to]
-        return self._start("send", tag, lambda: dist.isend(_carried(buffer), peer, group=self.group))
+        return self._start("send", tag, lambda: dist.isend(_view_as_transferable(buffer), peer, group=self.group))
 
-    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
         peer = self.ranks[from_]
-        return self._start("recv", tag, lambda: dist.irecv(_carried(buffer), peer, group=self.group))
+        return self._start("recv", tag, lambda: dist.irecv(_view_as_transferable(buffer), peer, group=self.group))
 
-    def _start(self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None) -> Handle:
+    def _start(
+        self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None
+    ) -> AsyncHandle:
         where = (verb, self._next(), tag)
         try:
             return WorkHandle(self, call(), where, after)
@@ -365,16 +377,16 @@ def add_in_order(out: torch.Tensor, rows: torch.Tensor, accumulate: bool = False
     out.copy_(total.add_(out) if accumulate else total)
 
 
-def _short(text: str) -> str:
+def _truncate_text(text: str) -> str:
     return text.encode()[:_SAID_BYTES].decode(errors="ignore").rstrip()
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_uint8(tensor: torch.Tensor) -> torch.Tensor:
     # Moving needs no dtype, and gloo knows few.
     return tensor.view(torch.uint8)
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_transferable(tensor: torch.Tensor) -> torch.Tensor:
     # nccl and hccl move bytes for what has one byte an element (bool, float8), and know the rest.
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from npuzero import device
 from npuzero.comm import shared_memory
-from npuzero.comm.board import SLICE_S, Failure
+from npuzero.comm.board import SLICE_S, CommunicatorFailure
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.exchange import Exchanges
-from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
+from npuzero.comm.exchange import ValueExchange
+from npuzero.comm.hierarchical import HierarchicalCommunicator, find_transposed_size
 from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
-from npuzero.comm.roll import DO, EXPECTED, RollCall, absent
-from npuzero.comm.store import Store, StoredSlots
+from npuzero.comm.roll import DO, EXPECTED, RollCall, describe_missing_ranks
+from npuzero.comm.store import PrefixedStore, SharedStatusStore
 from npuzero.comm.world import TIMEOUT_S, World
 from npuzero.errors import CollectiveError, ConfigError
 
@@ -57,13 +57,13 @@ class ProcessWorld(World):
         timeout_s: float = TIMEOUT_S,
         buffer_mb: int | None = None,
     ) -> None:
-        self._store = Store(store).within(f"{Store(store).count(f'worlds/{rank}')}")
+        self._store = PrefixedStore(store).within(f"{PrefixedStore(store).count(f'worlds/{rank}')}")
         self._backend = backend
         self._buffer_mb = buffer_mb
         self._pulses: dict[int, Any] = {}
-        self._slots = StoredSlots(self._store, rank, size, self._dead)
+        self._slots = SharedStatusStore(self._store, rank, size, self._dead)
         super().__init__(rank, size, device, (), timeout_s, self._slots)
-        self._exchanges = Exchanges(self._store, self.board, size, timeout_s, self._dead)
+        self._exchanges = ValueExchange(self._store, self.board, size, timeout_s, self._dead)
         try:
             with RollCall(self._slots, timeout_s):
                 self._meet()
@@ -76,7 +76,7 @@ class ProcessWorld(World):
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
         return self._exchanges.run(value, channel, group)
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         with suppress(CollectiveError):  # the store may be gone
             failure = self._slots.fail(failure)
         super().fail(failure)
@@ -100,7 +100,7 @@ class ProcessWorld(World):
         on_host = self._place(name).type == "cpu"
         if on_host and self._backend != "gloo" and set(ranks) <= set(self.local):
             pids = [self._pids[rank] for rank in ranks]
-            return shared_memory.connect(
+            return shared_memory.connect_shared_memory(
                 self._store,
                 ranks,
                 here,
@@ -123,7 +123,7 @@ class ProcessWorld(World):
 
     def _make_on_accelerator(self, ranks: tuple[int, ...], here: int, name: str) -> Communicator:
         backend = self._backend or device.get(self.device).backend
-        inner_size = transposed(ranks)
+        inner_size = find_transposed_size(ranks)
         if inner_size is None:
             group = self._group(ranks, backend, name)
             return AcceleratorCommunicator(group, ranks, here, name, self.device, backend)
@@ -162,22 +162,22 @@ class ProcessWorld(World):
         with suppress(CollectiveError):  # the store may be gone
             missing = self._slots.missing()
             if missing:
-                got = absent(missing, self.size)
+                got = describe_missing_ranks(missing, self.size)
                 return CollectiveError("init", expected=EXPECTED, got=got, do=DO, **error.facts)
         return None
 
     def _meet(self) -> None:
         """Find the ranks that share this host, their processes, and whether they can open each other's memory."""
         probe = shared_memory.native.Region.create(1, 64, self.rank, False)
-        met = self.exchange([_host(), os.getpid(), probe.address])
+        met = self.exchange([_get_host_identity(), os.getpid(), probe.address])
         self.local = tuple(rank for rank, (host, _, _) in enumerate(met) if host == met[self.rank][0])
         self._pids = {rank: met[rank][1] for rank in self.local}
         self._pulses = {rank: shared_memory.native.Pulse(pid) for rank, pid in self._pids.items() if rank != self.rank}
-        opened = all(_can_open(met[rank][2], rank) for rank in self.local)
+        opened = all(_can_open_region(met[rank][2], rank) for rank in self.local)
         self._named = not all(self.exchange(opened))
 
 
-def _host() -> str:
+def _get_host_identity() -> str:
     """Return a name that only processes share which can reach each other's memory: kernel boot and pid namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -185,7 +185,7 @@ def _host() -> str:
         return f"unknown-{os.getpid()}-{time.time_ns()}"
 
 
-def _can_open(address: str, nonce: int) -> bool:
+def _can_open_region(address: str, nonce: int) -> bool:
     try:
         shared_memory.native.Region.open(address, 1, 64, nonce)
     except CollectiveError:

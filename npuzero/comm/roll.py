@@ -15,9 +15,9 @@ from typing import Protocol
 import torch.distributed as dist
 
 from npuzero import config
-from npuzero.comm.board import PATIENCE_S, listed
-from npuzero.comm.calls import here
-from npuzero.comm.store import Store
+from npuzero.comm.board import PATIENCE_S, format_rank_list
+from npuzero.comm.calls import find_call_site
+from npuzero.comm.store import PrefixedStore
 from npuzero.errors import CollectiveError
 
 #: Seconds after which ranks that have not joined are named; sooner where the timeout is short.
@@ -36,7 +36,7 @@ DO = (
 _joins = itertools.count(1)
 
 
-class Roll(Protocol):
+class RankRegistry(Protocol):
     """Know the ranks that have joined."""
 
     size: int
@@ -52,7 +52,7 @@ class Roll(Protocol):
         """Return the ranks that have not; CollectiveError as above."""
 
 
-class StoredRoll:
+class StoredRankRegistry:
     """Keep the roll in the launcher's store, beside torch's own use of it: the n-th that a rank joins is the others'.
 
     Args:
@@ -64,7 +64,7 @@ class StoredRoll:
         self._rank = rank
         self._address = address
         self._prefix = f"npuzero/roll/{next(_joins)}/"
-        self._store: Store | None = None
+        self._store: PrefixedStore | None = None
 
     def answer(self) -> None:
         """Connect, and write this rank's key."""
@@ -83,7 +83,7 @@ class StoredRoll:
                 got=f"nobody answers at {self._address}, where {keeper} keeps the ranks' store",
                 do="See whether that process runs, and can be reached from here.",
             ) from error
-        store = Store(client).within(self._prefix)
+        store = PrefixedStore(client).within(self._prefix)
         store.set(str(self._rank), "here")
         self._store = store
 
@@ -105,9 +105,9 @@ class RollCall:
         said: which ranks have joined and which have not, as far as is known; "" while nobody has looked.
     """
 
-    def __init__(self, roll: Roll, timeout_s: float) -> None:
+    def __init__(self, roll: RankRegistry, timeout_s: float) -> None:
         self.said = ""
-        place = here()
+        place = find_call_site()
         self._call = f"npuzero.{place.call or 'init'}()" + (place.line and f" at {place.line}")
         self._roll = roll
         self._say_s = min(_SAY_S, timeout_s / 3)
@@ -148,18 +148,18 @@ class RollCall:
             missing = self._roll.missing()
         except CollectiveError as error:
             return error.got
-        return absent(missing, self._roll.size) if missing else ""
+        return describe_missing_ranks(missing, self._roll.size) if missing else ""
 
 
-def absent(missing: Sequence[int], size: int) -> str:
+def describe_missing_ranks(missing: Sequence[int], size: int) -> str:
     """Say which ranks of ``size`` have joined and which have not, with what this host knows of their processes."""
-    text = f"{size - len(missing)} of {size} ranks have joined, and wait for {listed(missing)}"
-    process_of = config.launched_beside()
+    text = f"{size - len(missing)} of {size} ranks have joined, and wait for {format_rank_list(missing)}"
+    process_of = config.find_local_ranks()
     running = [rank for rank in missing if rank in process_of]
     gone = [rank for rank in missing if rank not in process_of]
     if running:
         processes = ", ".join(str(process_of[rank]) for rank in running[:8])
-        text += f"; {listed(running)} runs on this host, in process {processes}"
+        text += f"; {format_rank_list(running)} runs on this host, in process {processes}"
     if process_of and gone:
-        text += f"; no process of {listed(gone)} is to be seen on this host: it has ended, or runs on another"
+        text += f"; no process of {format_rank_list(gone)} is to be seen on this host: it has ended, or runs on another"
     return text

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from npuzero import _native, observe
-from npuzero.comm.board import Failure, Watch
-from npuzero.comm.calls import subject
-from npuzero.comm.channels import Channelled
-from npuzero.comm.store import Store
-from npuzero.device import Handle
+from npuzero.comm.board import CommunicatorFailure, WaitWatcher
+from npuzero.comm.calls import error_subject
+from npuzero.comm.channels import ChannelCommunicator
+from npuzero.comm.store import PrefixedStore
+from npuzero.device import AsyncHandle
 from npuzero.errors import CollectiveError, OutOfSpace
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 _live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
 
 
-class SharedMemoryHandle(Handle):
+class SharedMemoryHandle(AsyncHandle):
     """Stand for an operation of the progress thread.
 
     Observed when it is waited for, as a span of the category ``comm <communicator's name>``, named by its tag, with the
@@ -50,7 +50,7 @@ class SharedMemoryHandle(Handle):
         self._verb = verb
         self._tag = tag
         self._well = False
-        self._watch: Watch | None = None
+        self._watch: WaitWatcher | None = None
 
     def wait(self) -> None:
         if self._well:
@@ -91,7 +91,7 @@ class SharedMemoryHandle(Handle):
         return self._well or self._communicator.native.done(self._operation)
 
 
-class SharedMemoryCommunicator(Channelled):
+class SharedMemoryCommunicator(ChannelCommunicator):
     """Run collectives over a region of memory that the ranks of a group share.
 
     Args:
@@ -141,7 +141,7 @@ class SharedMemoryCommunicator(Channelled):
     def barrier(self) -> None:
         self._submit("barrier", (), (0, 0, 0, 1)).wait()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self.native.abort(*failure)
 
     def drain(self) -> None:
@@ -160,30 +160,34 @@ class SharedMemoryCommunicator(Channelled):
         if failure is not None:
             self.native.abort(*failure)
 
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
-        return self._submit("all_gather", (whole, shard), _call(shard, whole, shard), tag, shard.dtype)
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle:
+        return self._submit("all_gather", (whole, shard), _region_call_arguments(shard, whole, shard), tag, shard.dtype)
 
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> AsyncHandle:
         call = (whole.data_ptr(), shard.data_ptr(), shard.numel(), whole.element_size())
         return self._submit("reduce_scatter", (whole, shard), call, tag, whole.dtype, shard.dtype, accumulate)
 
-    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
-        return self._submit("all_reduce", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, buffer.dtype)
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> AsyncHandle:
+        return self._submit(
+            "all_reduce", (buffer,), _region_call_arguments(buffer, buffer, buffer), tag, buffer.dtype, buffer.dtype
+        )
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> AsyncHandle:
         call = (inp.data_ptr(), out.data_ptr(), inp.numel() // self.size, inp.element_size())
         return self._submit("all_to_all", (out, inp), call, tag, inp.dtype)
 
-    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
-        return self._submit("broadcast", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, root=root)
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> AsyncHandle:
+        return self._submit(
+            "broadcast", (buffer,), _region_call_arguments(buffer, buffer, buffer), tag, buffer.dtype, root=root
+        )
 
     def _make_channel(self, ranks: tuple[int, int], name: str) -> Self:
         made: Self = self._make(ranks, name)
         return made
 
-    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> Handle:
+    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> AsyncHandle:
         self.heed()
-        return self._submit(verb, (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype)
+        return self._submit(verb, (buffer,), _region_call_arguments(buffer, buffer, buffer), tag, buffer.dtype)
 
     def _submit(  # noqa: PLR0917 - as the extension has it
         self,
@@ -195,7 +199,7 @@ class SharedMemoryCommunicator(Channelled):
         result: torch.dtype | None = None,
         accumulate: bool = False,
         root: int = 0,
-    ) -> Handle:
+    ) -> AsyncHandle:
         """Queue one collective.
 
         Args:
@@ -223,18 +227,18 @@ class SharedMemoryCommunicator(Channelled):
 
     def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
         """Return the error for a native failure that met this rank in the collective ``verb``."""
-        found = Failure(*failure)
+        found = CommunicatorFailure(*failure)
         if found.kind == "mismatch":
             with self.watch(sequence, verb, tag) as watch:
                 found = watch.explain(found)
         if self.of is not None:
             self.of.fail(found)
-        about = subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank])
+        about = error_subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank])
         return found.error(about, verb=verb, sequence=sequence, tag=tag)
 
 
-def connect(
-    store: Store,
+def connect_shared_memory(
+    store: PrefixedStore,
     ranks: Sequence[int],
     rank: int,
     name: str,
@@ -269,12 +273,12 @@ def connect(
     )
 
 
-def _call(count: torch.Tensor, out: torch.Tensor, inp: torch.Tensor) -> tuple[int, int, int, int]:
+def _region_call_arguments(count: torch.Tensor, out: torch.Tensor, inp: torch.Tensor) -> tuple[int, int, int, int]:
     return inp.data_ptr(), out.data_ptr(), count.numel(), inp.element_size()
 
 
 @atexit.register
-def _close_all() -> None:
+def _close_communicators() -> None:
     # Joins the progress threads before the interpreter goes; an operation under way ends with an error.
     for communicator in list(_live):
         communicator.close()

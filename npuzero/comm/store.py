@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from npuzero import config
-from npuzero.comm.board import NOWHERE, Exit, Failure, Meeting, Slot, Wait
-from npuzero.comm.calls import Place
+from npuzero.comm.board import NOWHERE, CallExit, CommunicatorFailure, PendingWait, RankStatus, Rendezvous
+from npuzero.comm.calls import CallSite
 from npuzero.errors import CollectiveError
 
 _Result = TypeVar("_Result")
 
 
-class Store:
-    """Use the keys below ``prefix`` of a torch.distributed store; ``home`` says in words whose store it is.
+class PrefixedStore:
+    """Use the keys below ``prefix`` of a torch.distributed store; ``describe_store`` says in words whose store it is.
 
     Raises:
         CollectiveError: from every method, where the store has gone; ``facts["kind"]`` is "store".
@@ -26,16 +26,16 @@ class Store:
     def __init__(self, store: Any, prefix: str = "") -> None:
         self._store = store
         self._prefix = prefix
-        self.home = home(store)
+        self.home = describe_store(store)
 
     @property
     def of_rank_0(self) -> bool:
         """Return whether the store ends with the process of rank 0."""
-        return _tcp(self._store) is not None and not config.agent_keeps_store()
+        return _find_tcp_store(self._store) is not None and not config.agent_keeps_store()
 
-    def within(self, prefix: str) -> Store:
+    def within(self, prefix: str) -> PrefixedStore:
         """Return the part of the store below ``prefix``."""
-        return Store(self._store, f"{self._prefix}{prefix}/")
+        return PrefixedStore(self._store, f"{self._prefix}{prefix}/")
 
     def check(self, *keys: str) -> bool:
         """Return whether all keys are there."""
@@ -77,26 +77,26 @@ class Store:
         try:
             return call()
         except RuntimeError as error:  # torch's DistError and its kinds
-            raise gone(self.home, error) from error
+            raise lost_store_error(self.home, error) from error
 
 
-def _tcp(store: Any) -> Any:
+def _find_tcp_store(store: Any) -> Any:
     """Return the TCPStore behind a store, if there is one."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
-def home(store: Any) -> str:
+def describe_store(store: Any) -> str:
     """Return in words whose store it is and where."""
-    client = _tcp(store)
+    client = _find_tcp_store(store)
     if client is None:
         return "the store that init_process_group() was given"
     keeper = "torchrun's agent on the first node" if config.agent_keeps_store() else "rank 0"
     return f"the store of {keeper} at {client.host}:{client.port}"
 
 
-def gone(home: str, error: BaseException) -> CollectiveError:
+def lost_store_error(home: str, error: BaseException) -> CollectiveError:
     """Return the error of a rank that found the store gone."""
     return CollectiveError(
         "the ranks' store",
@@ -108,28 +108,28 @@ def gone(home: str, error: BaseException) -> CollectiveError:
     )
 
 
-class StoredSlots:
+class SharedStatusStore:
     """Keep the board's slots in the store.
 
     Args:
         dead: whether a rank is known to be dead.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, dead: Callable[[int], bool]) -> None:
+    def __init__(self, store: PrefixedStore, rank: int, size: int, dead: Callable[[int], bool]) -> None:
         self._store = store
         self._rank = rank
         self.size = size
         self._dead = dead
         self.write(NOWHERE)
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: RankStatus) -> None:
         self._store.set(f"board/{self._rank}", json.dumps(slot))
 
-    def read(self) -> list[Slot]:
+    def read(self) -> list[RankStatus]:
         keys = self._keys()
         if not self._store.check(*keys):  # some are not in this world yet
             return []
-        slots = [_slot_of(text) for text in self._store.get_all(keys)]
+        slots = [_parse_rank_status(text) for text in self._store.get_all(keys)]
         return [
             slot._replace(waits=(), ended="is dead") if not slot.ended and self._dead(rank) else slot
             for rank, slot in enumerate(slots)
@@ -142,25 +142,25 @@ class StoredSlots:
         """Return the ranks that are not in this world yet."""
         return [int(key.rpartition("/")[2]) for key in self._store.missing(self._keys())]
 
-    def failure(self) -> Failure | None:
-        return Failure(*json.loads(self._store.get("failure"))) if self._store.check("failure") else None
+    def failure(self) -> CommunicatorFailure | None:
+        return CommunicatorFailure(*json.loads(self._store.get("failure"))) if self._store.check("failure") else None
 
-    def fail(self, failure: Failure) -> Failure:
+    def fail(self, failure: CommunicatorFailure) -> CommunicatorFailure:
         """Record why the world is broken, unless it is already; return the first reason."""
-        return Failure(*json.loads(self._store.set_first("failure", json.dumps(failure))))
+        return CommunicatorFailure(*json.loads(self._store.set_first("failure", json.dumps(failure))))
 
     def _keys(self) -> list[str]:
         return [f"board/{rank}" for rank in range(self.size)]
 
 
-def _slot_of(text: str) -> Slot:
+def _parse_rank_status(text: str) -> RankStatus:
     waits, arrived, ended, left = json.loads(text)
-    return Slot(
+    return RankStatus(
         tuple(
-            Wait(Meeting(place, number, tuple(ranks), said), since_s, Place(*where))
+            PendingWait(Rendezvous(place, number, tuple(ranks), said), since_s, CallSite(*where))
             for (place, number, ranks, said), since_s, where in waits
         ),
         arrived,
         ended,
-        left and Exit(Place(*left[0]), *left[1:]),
+        left and CallExit(CallSite(*left[0]), *left[1:]),
     )

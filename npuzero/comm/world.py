@@ -17,12 +17,12 @@ from typing import Any, final
 import torch
 
 from npuzero.comm import fork
-from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
-from npuzero.comm.calls import collective
+from npuzero.comm.board import CommunicatorFailure, HangDetector, NullStatusStore, StatusStore, make_abort_failure
+from npuzero.comm.calls import collective_call
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.companions import Companions
+from npuzero.comm.companions import BackgroundUsers
 from npuzero.comm.single import SingleCommunicator
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ContractError
 
 TIMEOUT_S = 600.0
@@ -53,7 +53,7 @@ class World(ABC):
         device: torch.device,
         local: Sequence[int],
         timeout_s: float = TIMEOUT_S,
-        slots: Slots | None = None,
+        slots: StatusStore | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -63,11 +63,11 @@ class World(ABC):
         self.timeout_s = timeout_s
         self.closed = False
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
-        self._parts: dict[tuple[int, ...], Part] = {}
+        self._parts: dict[tuple[int, ...], SubWorld] = {}
         self._making = threading.Lock()
-        self.companions = Companions()
-        self._birthplace = fork.Birthplace()
-        self.board = Board(rank, slots or NoSlots(), self._arrived, self.fail)
+        self.companions = BackgroundUsers()
+        self._birthplace = fork.CreatingProcess()
+        self.board = HangDetector(rank, slots or NullStatusStore(), self._arrived, self.fail)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, device={self.device})"
@@ -122,7 +122,7 @@ class World(ABC):
             return whole
         with whole._making:
             if members not in whole._parts:
-                whole._parts[members] = Part(whole, members)
+                whole._parts[members] = SubWorld(whole, members)
             return whole._parts[members]
 
     @final
@@ -146,12 +146,12 @@ class World(ABC):
             raise ContractError(
                 "world.exchange",
                 expected="numbers, texts, None, and lists and dicts of them",
-                got=describe(value),
+                got=describe_value(value),
                 do="Give tensor.item() or .tolist(); world.mean(tensor) averages a tensor over the ranks.",
             ) from error
 
     @final
-    @collective("world.mean")
+    @collective_call("world.mean")
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Average ``value`` over the ranks, element by element: a loss of each rank's own batches, a metric.
 
@@ -176,7 +176,9 @@ class World(ABC):
             given = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             do = "Give the loss itself; world.exchange(value) hands texts and lists to all ranks."
-            raise ContractError("world.mean", expected="a tensor or a number", got=describe(value), do=do) from error
+            raise ContractError(
+                "world.mean", expected="a tensor or a number", got=describe_value(value), do=do
+            ) from error
         dtype = torch.promote_types(given.dtype, torch.float32)
         total = given.to(self.device, dtype, copy=True).reshape(-1)
         self.communicator(range(self.size), "control-mean").all_reduce(total, tag="world.mean").wait()
@@ -191,9 +193,9 @@ class World(ABC):
     def abort(self, reason: str) -> None:
         """Break every communicator of this rank; the other ranks' waiting ends with an error."""
         if not self.inherited:
-            self.fail(aborted(self.ranks[self.rank], reason))
+            self.fail(make_abort_failure(self.ranks[self.rank], reason))
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         """Break them likewise, for ``failure``."""
         self.companions.forget()
         for communicator in list(self._communicators.values()):
@@ -251,7 +253,7 @@ class World(ABC):
 
     def _place(self, name: str) -> torch.device:
         """Return the device of a channel's tensors."""
-        return torch.device("cpu") if _purpose(name) == HOST_CHANNEL else self.device
+        return torch.device("cpu") if _channel_purpose(name) == HOST_CHANNEL else self.device
 
     def _arrived(self) -> dict[str, int]:
         """Return how often this rank has come to each place."""
@@ -260,7 +262,7 @@ class World(ABC):
 
     def _check_birthplace(self, subject: str) -> None:
         if self.inherited:
-            raise fork.not_carried_over(f"{subject} on rank {self.ranks[self.rank]}")
+            raise fork.forked_world_error(f"{subject} on rank {self.ranks[self.rank]}")
 
     def _check_ranks(self, subject: str, ranks: tuple[int, ...]) -> None:
         legal = len(set(ranks)) == len(ranks) and all(0 <= rank < self.size for rank in ranks)
@@ -273,7 +275,7 @@ class World(ABC):
             )
 
 
-class Part(World):
+class SubWorld(World):
     """Represent some ranks of a world; made by :meth:`World.part`.
 
     Its channels are the enclosing world's under names of their own: the collectives of a model that trains on all ranks
@@ -294,7 +296,7 @@ class Part(World):
     def inherited(self) -> bool:
         return self._of.inherited
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CommunicatorFailure) -> None:
         self._of.fail(failure)  # there is one board, and a rank that gave up may be waited for anywhere
 
     def close(self) -> None:
@@ -312,7 +314,7 @@ class Part(World):
         return self._of._exchange(value, channel, tuple(self.ranks[rank] for rank in group) or tuple(self.ranks))
 
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        return self._of.communicator([self.ranks[rank] for rank in ranks], f"{name}@{_listed(self.ranks)}")
+        return self._of.communicator([self.ranks[rank] for rank in ranks], f"{name}@{_format_rank_range(self.ranks)}")
 
     def _make_single(self, name: str) -> Communicator:
         return self._make((self.rank,), name)
@@ -331,13 +333,13 @@ class SingleWorld(World):
         raise AssertionError("a world of one rank has groups of one rank only")
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_rank_range(ranks: Sequence[int]) -> str:
     """Return the ranks of a part in words: in few letters where they are evenly apart, as those of a mesh are."""
     step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     evenly = step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step))
     return f"{ranks[0]}-{ranks[-1]}:{step}" if evenly else "-".join(map(str, ranks))
 
 
-def _purpose(name: str) -> str:
+def _channel_purpose(name: str) -> str:
     """Return the purpose of a channel without the part it belongs to."""
     return name.partition("@")[0]

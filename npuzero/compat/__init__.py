@@ -4,7 +4,7 @@
 package of its own below.
 """
 
-from npuzero.compat.rules import ABSENT, Decision, Rule, Rules
-from npuzero.compat.translation import Entry, Translation, translate
+from npuzero.compat.rules import ABSENT, Decision, KeyRule, KeyRules
+from npuzero.compat.translation import TranslatedKey, Translation, translate_configuration
 
-__all__ = ["ABSENT", "Decision", "Entry", "Rule", "Rules", "Translation", "translate"]
+__all__ = ["ABSENT", "Decision", "KeyRule", "KeyRules", "TranslatedKey", "Translation", "translate_configuration"]

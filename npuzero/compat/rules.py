@@ -1,8 +1,8 @@
 """Rules: what becomes of each key of somebody else's configuration, as data.
 
 A configuration is nested mappings; a key has a path such as ``"zero_optimization.stage"``. A rule says of one path
-what its values may be, what is decided of it and why. The walker (:func:`npuzero.compat.translation.translate`) knows
-no key.
+what its values may be, what is decided of it and why. The walker
+(:func:`npuzero.compat.translation.translate_configuration`) knows no key.
 
 Invariants:
     * one path, one rule; a path without a rule is an unknown key, and refused;
@@ -30,7 +30,7 @@ class Decision(str, Enum):
     REFUSED = "refused"  # what it asks for is not there, and the words say what to do instead
 
 
-class Unreadable(ValueError):
+class UnreadableValue(ValueError):
     """Say what a value should have been."""
 
 
@@ -38,7 +38,7 @@ class Unreadable(ValueError):
 Reader = Callable[[Any], Any]
 
 
-class _Nothing:
+class _AbsentValue:
     """Stand for a value that is not there, since None is one."""
 
     def __repr__(self) -> str:
@@ -49,29 +49,29 @@ class _Nothing:
 
 
 #: No value: of a key that the file does not have, and of a rule that says none.
-ABSENT: Final = _Nothing()
+ABSENT: Final = _AbsentValue()
 
 
-def anything(value: Any) -> Any:
+def read_anything(value: Any) -> Any:
     """Return any value as it is."""
     return value
 
 
-def flag(value: Any) -> bool:
+def read_flag(value: Any) -> bool:
     """Read true or false; 0 and 1 are, too."""
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
-    raise Unreadable("true or false")
+    raise UnreadableValue("true or false")
 
 
-def text(value: Any) -> str:
+def read_text_value(value: Any) -> str:
     """Read a text."""
     if isinstance(value, str):
         return value
-    raise Unreadable("a text")
+    raise UnreadableValue("a text")
 
 
-def number(least: float | None = None, most: float | None = None, above: float | None = None) -> Reader:
+def number_reader(least: float | None = None, most: float | None = None, above: float | None = None) -> Reader:
     """Return a reader of finite numbers in a range, which ends at ``least`` and ``most`` or begins above ``above``."""
     bounds = {"from": least, "above": above, "to": most}
     words = "".join(f" {word} {bound:.15g}" for word, bound in bounds.items() if bound is not None)
@@ -81,67 +81,67 @@ def number(least: float | None = None, most: float | None = None, above: float |
             low = (least is None or value >= least) and (above is None or value > above)
             if low and (most is None or value <= most):
                 return value
-        raise Unreadable(f"a number{words}")
+        raise UnreadableValue(f"a number{words}")
 
     return read
 
 
-def integer(least: float | None = None, most: float | None = None) -> Reader:
+def integer_reader(least: float | None = None, most: float | None = None) -> Reader:
     """Return a reader of integers in a range; ``5e8`` is one, which JSON has as a float."""
-    inner = number(least, most)
+    inner = number_reader(least, most)
 
     def read(value: Any) -> int:
         try:
             found = inner(value)
-        except Unreadable as error:
-            raise Unreadable(str(error).replace("a number", "an integer")) from None
+        except UnreadableValue as error:
+            raise UnreadableValue(str(error).replace("a number", "an integer")) from None
         if found != int(found):
-            raise Unreadable("an integer")
+            raise UnreadableValue("an integer")
         return int(found)
 
     return read
 
 
-def one_of(*words: str, **meanings: Any) -> Reader:
+def choice_reader(*words: str, **meanings: Any) -> Reader:
     """Return a reader of some words, in any case; of ``meanings`` the value is what the word means."""
     known = {**{word: word for word in words}, **meanings}
 
     def read(value: Any) -> Any:
         if isinstance(value, str) and value.lower() in known:
             return known[value.lower()]
-        raise Unreadable("one of " + ", ".join(known))
+        raise UnreadableValue("one of " + ", ".join(known))
 
     return read
 
 
-def list_of(reader: Reader, length: int | None = None) -> Reader:
+def list_reader(reader: Reader, length: int | None = None) -> Reader:
     """Return a reader of lists, of whose items each is read by ``reader``; the value is a tuple."""
 
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or (length is not None and len(value) != length):
-            raise Unreadable("a list" if length is None else f"a list of {length}")
+            raise UnreadableValue("a list" if length is None else f"a list of {length}")
         try:
             return tuple(map(reader, value))
-        except Unreadable as error:
-            raise Unreadable(f"a list, each item {error}") from None
+        except UnreadableValue as error:
+            raise UnreadableValue(f"a list, each item {error}") from None
 
     return read
 
 
-def optional(reader: Reader) -> Reader:
+def optional_reader(reader: Reader) -> Reader:
     """Return a reader that takes null (None) beside what ``reader`` takes."""
 
     def read(value: Any) -> Any:
         try:
             return None if value is None else reader(value)
-        except Unreadable as error:
-            raise Unreadable(f"{error}, or null") from None
+        except UnreadableValue as error:
+            raise UnreadableValue(f"{error}, or null") from None
 
     return read
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """Say what becomes of one key of a configuration.
 
     Args:
@@ -163,7 +163,7 @@ class Rule:
     decision: Decision
     words: str
     target: str = ""
-    reads: Reader = anything
+    reads: Reader = read_anything
     unless: tuple[Any, ...] = ()
     switch: str = ""
     absent: Any = ABSENT
@@ -171,11 +171,11 @@ class Rule:
     trap: str = ""
 
 
-class Rules:
+class KeyRules:
     """Hold the rules of one kind of configuration, and find them by path."""
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        self._rules: dict[str, Rule] = {}
+    def __init__(self, rules: Iterable[KeyRule]) -> None:
+        self._rules: dict[str, KeyRule] = {}
         self._below: dict[str, list[str]] = {}
         for rule in rules:
             if rule.path in self._rules:
@@ -183,12 +183,12 @@ class Rules:
             self._rules[rule.path] = rule
             self._enter(rule.path)
 
-    def __iter__(self) -> Iterator[Rule]:
+    def __iter__(self) -> Iterator[KeyRule]:
         return iter(self._rules.values())
 
-    def find(self, path: str) -> Rule | None:
+    def find(self, path: str) -> KeyRule | None:
         """Return the rule of the path; else that of whatever is at its place; None where there is none."""
-        return self._rules.get(path) or self._rules.get(join(path.rpartition(".")[0], "*"))
+        return self._rules.get(path) or self._rules.get(join_key_path(path.rpartition(".")[0], "*"))
 
     def below(self, path: str) -> tuple[str, ...]:
         """Return the keys that the section ``path`` may have, in the rules' order; the top is ``""``."""
@@ -203,16 +203,16 @@ class Rules:
                 self._enter(section)
 
 
-def join(section: str, key: str) -> str:
+def join_key_path(section: str, key: str) -> str:
     """Return the path of ``key`` in ``section``, which is ``""`` at the top."""
     return f"{section}.{key}" if section else key
 
 
-def flattened(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_mapping(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of each leaf of nested mappings."""
     for key, value in values.items():
-        path = join(section, str(key))
+        path = join_key_path(section, str(key))
         if isinstance(value, Mapping) and value:
-            yield from flattened(value, path)
+            yield from flatten_mapping(value, path)
         else:
             yield path, value

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npuzero.compat.rules import ABSENT, Decision, Rule, Rules, Unreadable, join
-from npuzero.config import describe
+from npuzero.compat.rules import ABSENT, Decision, KeyRule, KeyRules, UnreadableValue, join_key_path
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
 
 #: What files say where somebody else is to fill in the value.
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TranslatedKey:
     """Say what became of one key.
 
     Args:
@@ -51,18 +51,18 @@ class Translation:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TranslatedKey] = {}
 
     def __repr__(self) -> str:
         counts = {decision.value: len(self.decided(decision)) for decision in Decision}
         return f"Translation({self.subject!r}, " + ", ".join(f"{name}={count}" for name, count in counts.items()) + ")"
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TranslatedKey, ...]:
         """Return all entries: in the order of the file, defaults of absent keys behind."""
         return tuple(self._entries.values())
 
-    def decided(self, decision: Decision) -> tuple[Entry, ...]:
+    def decided(self, decision: Decision) -> tuple[TranslatedKey, ...]:
         """Return the entries of which this was decided."""
         return tuple(entry for entry in self.entries if entry.decision is decision)
 
@@ -76,13 +76,13 @@ class Translation:
         targets = ((entry.target.partition("."), entry.value) for entry in self.entries if entry.counts)
         return {field: value for (head, _, field), value in targets if head == owner and field}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: TranslatedKey) -> None:
         """Record what became of a key."""
         self._entries[entry.path] = entry
 
     def amend(self, path: str, decision: Decision, words: str) -> None:
         """Change what is decided of a key, for what other keys say or the program gives; also of one that is absent."""
-        entry = self._entries.get(path) or Entry(path, ABSENT, ABSENT, decision, "", words)
+        entry = self._entries.get(path) or TranslatedKey(path, ABSENT, ABSENT, decision, "", words)
         self.add(replace(entry, decision=decision, words=words))
 
     def refuse(self, path: str, words: str) -> None:
@@ -100,7 +100,7 @@ class Translation:
             raise ConfigError(
                 self.subject,
                 expected="keys that npuzero can follow",
-                got=", ".join(f"{entry.path} = {_shown(entry.given)}" for entry in refused),
+                got=", ".join(f"{entry.path} = {_format_value(entry.given)}" for entry in refused),
                 do=" ".join(f"{entry.path}: {entry.words}" for entry in refused),
                 refused=tuple(entry.path for entry in refused),
             )
@@ -108,7 +108,8 @@ class Translation:
     def rows(self) -> list[tuple[str, str, str, str, str]]:
         """Return for a table of each entry: key, value, decision, where it goes, words."""
         return [
-            (entry.path, _shown(entry.given), entry.decision.value, _went(entry), entry.words) for entry in self.entries
+            (entry.path, _format_value(entry.given), entry.decision.value, _format_target(entry), entry.words)
+            for entry in self.entries
         ]
 
     def traps(self) -> list[tuple[str, str]]:
@@ -116,8 +117,8 @@ class Translation:
         return [(entry.path, entry.trap) for entry in self.entries if entry.trap]
 
 
-def translate(
-    subject: str, values: Mapping[str, Any], rules: Rules, auto: Mapping[str, Any] | None = None
+def translate_configuration(
+    subject: str, values: Mapping[str, Any], rules: KeyRules, auto: Mapping[str, Any] | None = None
 ) -> Translation:
     """Walk a configuration and say of each key what becomes of it. Nothing is raised for a key of it: see
     :meth:`Translation.check`.
@@ -135,43 +136,43 @@ def translate(
         if rules.find(path) is None:
             do = did_you_mean(path, (rule.path for rule in rules), "Leave it out.")
             raise ConfigError(f"{subject}: auto", expected="paths of keys", got=repr(path), do=do, key=path)
-    walk = _Walk(Translation(subject), rules, auto or {}, values)
+    walk = _ConfigurationWalk(Translation(subject), rules, auto or {}, values)
     walk.section("", values)
     walk.absent()
     return walk.translation
 
 
 @dataclass
-class _Walk:
+class _ConfigurationWalk:
     """Walk once over a configuration."""
 
     translation: Translation
-    rules: Rules
+    rules: KeyRules
     auto: Mapping[str, Any]
     values: Mapping[str, Any]
 
     def section(self, section: str, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
-            path = join(section, str(key))
+            path = join_key_path(section, str(key))
             if isinstance(value, Mapping) and value and self.rules.below(path):
                 self.section(path, value)
             else:
                 self.translation.add(self.key(section, str(key), value))
 
-    def key(self, section: str, key: str, given: Any) -> Entry:
+    def key(self, section: str, key: str, given: Any) -> TranslatedKey:
         """Return what becomes of one key."""
-        path = join(section, key)
+        path = join_key_path(section, key)
         rule = self.rules.find(path)
         if given == {} and self.rules.below(path):
-            return Entry(path, given, ABSENT, Decision.NOTED, "", "Nothing is in it.")
+            return TranslatedKey(path, given, ABSENT, Decision.NOTED, "", "Nothing is in it.")
         if rule is None:
-            return Entry(path, given, ABSENT, *self._unknown(section, key, given))
+            return TranslatedKey(path, given, ABSENT, *self._unknown(section, key, given))
         try:
             return self._decided(rule, path, given, self._read(rule, path, given))
-        except Unreadable as error:
-            return Entry(path, given, ABSENT, Decision.REFUSED, rule.target, str(error))
+        except UnreadableValue as error:
+            return TranslatedKey(path, given, ABSENT, Decision.REFUSED, rule.target, str(error))
 
-    def _read(self, rule: Rule, path: str, given: Any) -> Any:
+    def _read(self, rule: KeyRule, path: str, given: Any) -> Any:
         """Return the value of a key as it is understood, that of "auto" where somebody fills it in."""
         value = given
         if isinstance(given, str) and given.lower() == AUTO and not _takes_auto(rule):
@@ -180,34 +181,40 @@ class _Walk:
                 return rule.auto
             if value is ABSENT:
                 do = f'write the value, or give auto={{"{path}": ...}}'
-                raise Unreadable(f'"{AUTO}" has nobody to fill it in: {do}.')
+                raise UnreadableValue(f'"{AUTO}" has nobody to fill it in: {do}.')
         try:
             return rule.reads(value)
-        except Unreadable as error:
-            raise Unreadable(f"It takes {error}, and this is {describe(value)}.") from None
+        except UnreadableValue as error:
+            raise UnreadableValue(f"It takes {error}, and this is {describe_value(value)}.") from None
 
-    def _decided(self, rule: Rule, path: str, given: Any, read: Any) -> Entry:
+    def _decided(self, rule: KeyRule, path: str, given: Any, read: Any) -> TranslatedKey:
         decision, words = rule.decision, rule.words
         if rule.switch and not self._on(rule.switch):
             decision, words = Decision.NOTED, f"Without effect, as {rule.switch} is not true."
         elif decision is Decision.REFUSED and any(read == value and type(read) is type(value) for value in rule.unless):
             decision, words = Decision.NOTED, "It asks for what is done anyway."
-        entry = Entry(path, given, read, decision, rule.target, words, rule.trap)
+        entry = TranslatedKey(path, given, read, decision, rule.target, words, rule.trap)
         other = self._other(entry)
         if other is None:
             return entry
-        return replace(entry, decision=Decision.REFUSED, words=f"{other.path} says {_shown(other.given)}: drop one.")
+        return replace(
+            entry, decision=Decision.REFUSED, words=f"{other.path} says {_format_value(other.given)}: drop one."
+        )
 
-    def _other(self, entry: Entry) -> Entry | None:
+    def _other(self, entry: TranslatedKey) -> TranslatedKey | None:
         """Return the entry of another name of the same thing that says something else."""
         twins = (twin for twin in self.translation.entries if twin.counts and entry.counts and entry.target)
         return next((twin for twin in twins if twin.target == entry.target and twin.value != entry.value), None)
 
     def _unknown(self, section: str, key: str, given: Any) -> tuple[Decision, str, str]:
         """Return what is decided of a key that has no rule."""
-        below = self.rules.below(join(section, key))
+        below = self.rules.below(join_key_path(section, key))
         if below:
-            return Decision.REFUSED, "", f"It takes a section with {', '.join(below)}, and this is {describe(given)}."
+            return (
+                Decision.REFUSED,
+                "",
+                f"It takes a section with {', '.join(below)}, and this is {describe_value(given)}.",
+            )
         known = [rule.path for rule in self.rules if rule.decision is not Decision.REFUSED]
         homes = [path for path in known if path.rpartition(".")[2] == key][:3]
         words = f"It belongs to another place: {' or '.join(homes)}." if homes else ""
@@ -216,14 +223,14 @@ class _Walk:
 
     def _on(self, path: str) -> bool:
         """Tell whether the switch at ``path`` is on: as the file, the caller's word for "auto", or the default says."""
-        rule, value = self.rules.find(path), _at(self.values, path)
+        rule, value = self.rules.find(path), _get_by_path(self.values, path)
         if isinstance(value, str) and value.lower() == AUTO:
             value = self.auto.get(path, ABSENT if rule is None else rule.auto)
         if value is ABSENT and rule is not None:
             value = rule.absent
         try:
             return bool(value if rule is None else rule.reads(value))
-        except Unreadable:  # refused under its own name
+        except UnreadableValue:  # refused under its own name
             return False
 
     def absent(self) -> None:
@@ -235,11 +242,11 @@ class _Walk:
             if rule.switch and not self._on(rule.switch):
                 continue
             self.translation.add(
-                Entry(rule.path, ABSENT, rule.absent, rule.decision, rule.target, rule.words, rule.trap)
+                TranslatedKey(rule.path, ABSENT, rule.absent, rule.decision, rule.target, rule.words, rule.trap)
             )
 
 
-def fill(attributes: Mapping[str, str], source: object) -> dict[str, Any]:
+def fill_auto_values(attributes: Mapping[str, str], source: object) -> dict[str, Any]:
     """Return values for keys that say "auto", by path, from attributes of ``source`` that are there.
 
     Args:
@@ -250,15 +257,15 @@ def fill(attributes: Mapping[str, str], source: object) -> dict[str, Any]:
     return {path: value for path, value in found.items() if value is not ABSENT}
 
 
-def _takes_auto(rule: Rule) -> bool:
+def _takes_auto(rule: KeyRule) -> bool:
     """Tell whether "auto" is one of the words of the key itself."""
     try:
         return rule.auto is ABSENT and rule.reads(AUTO) == AUTO and rule.decision is not Decision.REFUSED
-    except Unreadable:
+    except UnreadableValue:
         return False
 
 
-def _at(values: Mapping[str, Any], path: str) -> Any:
+def _get_by_path(values: Mapping[str, Any], path: str) -> Any:
     found: Any = values
     for key in path.split("."):
         if not isinstance(found, Mapping) or key not in found:
@@ -267,9 +274,9 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _shown(value: Any) -> str:
-    return repr(value) if value is ABSENT else describe(value).rpartition(" (")[0]
+def _format_value(value: Any) -> str:
+    return repr(value) if value is ABSENT else describe_value(value).rpartition(" (")[0]
 
 
-def _went(entry: Entry) -> str:
-    return f"{entry.target} = {_shown(entry.value)}" if entry.counts and entry.target else "-"
+def _format_target(entry: TranslatedKey) -> str:
+    return f"{entry.target} = {_format_value(entry.value)}" if entry.counts and entry.target else "-"

@@ -12,21 +12,21 @@ import torch
 from npuzero.device.cpu import Cpu
 from npuzero.device.cuda import Cuda
 from npuzero.device.device import Availability, Device, Event, MemoryFigures
-from npuzero.device.handle import Handle, Ready, wait_quietly
-from npuzero.device.lane import HostLane, Lane, make_lane
+from npuzero.device.handle import AsyncHandle, ReadyHandle, wait_quietly
+from npuzero.device.lane import HostLane, WorkLane, make_lane
 from npuzero.device.npu import Npu
 from npuzero.errors import ConfigError, did_you_mean
 
 __all__ = [
     "KINDS",
+    "AsyncHandle",
     "Availability",
     "Device",
     "Event",
-    "Handle",
     "HostLane",
-    "Lane",
     "MemoryFigures",
-    "Ready",
+    "ReadyHandle",
+    "WorkLane",
     "choose",
     "get",
     "make_lane",
@@ -46,7 +46,7 @@ def get(device: torch.device | str) -> Device:
     Raises:
         ConfigError: an unknown kind, or one that cannot be used here, saying why.
     """
-    kind = _kind(device)
+    kind = _get_device_class(device)
     found = kind.available()
     if not found.ok:
         raise ConfigError(f"device {device}", expected="a usable device", got=found.reason, do=found.do)
@@ -77,7 +77,7 @@ def choose(local_rank: int = 0) -> torch.device:
     return torch.device(kind.kind, local_rank)
 
 
-def _kind(device: torch.device | str) -> type[Device]:
+def _get_device_class(device: torch.device | str) -> type[Device]:
     # torch.device("npu") fails where torch_npu is not loaded, so the kind is read from the text.
     word = str(device).partition(":")[0]
     if word not in KINDS:

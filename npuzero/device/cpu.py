@@ -46,7 +46,7 @@ class Cpu(Device):
         return 1
 
     def capability(self) -> str:
-        return f"{_processor()}, {len(_cores())} cores for this process, {torch.get_num_threads()} threads"
+        return f"{_processor_name()}, {len(_usable_cores())} cores for this process, {torch.get_num_threads()} threads"
 
     def current_stream_int(self) -> int:
         return 0
@@ -88,11 +88,11 @@ class Cpu(Device):
         return True
 
 
-def _cores() -> set[int]:
+def _usable_cores() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     """Return the processor's name as Linux has it; the architecture where it has none (aarch64 often)."""
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):

@@ -41,13 +41,13 @@ class Cuda(Accelerator):
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same address: what torch has pinned is the device's, too (unified addressing)."""
-        return torch.as_tensor(_Pinned(memory), device=self.device).view(memory.dtype)
+        return torch.as_tensor(_PinnedMemory(memory), device=self.device).view(memory.dtype)
 
     def current_stream_int(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
 
 
-class _Pinned:
+class _PinnedMemory:
     """Show the bytes of a pinned tensor as memory of the device, by the protocol that numba and CuPy share."""
 
     def __init__(self, memory: torch.Tensor) -> None:

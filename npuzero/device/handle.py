@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 
-class Handle(ABC):
+class AsyncHandle(ABC):
     """Stand for work under way: a collective, or a step on a lane."""
 
     @abstractmethod
@@ -23,7 +23,7 @@ class Handle(ABC):
         """Return whether ``wait()`` would return, or raise, at once."""
 
 
-class Ready(Handle):
+class ReadyHandle(AsyncHandle):
     """Stand for work that was done within the call."""
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class Ready(Handle):
         return True
 
 
-def wait_quietly(handles: Iterable[Handle]) -> None:
+def wait_quietly(handles: Iterable[AsyncHandle]) -> None:
     """Wait until none of ``handles`` is under way, and ignore their errors.
 
     For cleanup after an error: memory that pending work reads or writes must stay until that work is over.

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from npuzero.device.handle import Handle
+from npuzero.device.handle import AsyncHandle
 
 #: Wait until the event is set, or raise why it never will be.
 Patience = Callable[[threading.Event], object]
 
 
-class Lane(ABC):
+class WorkLane(ABC):
     """Run steps in order, each once the one before it is done."""
 
     @abstractmethod
-    def run(self, step: Callable[[], None]) -> Handle:
+    def run(self, step: Callable[[], None]) -> AsyncHandle:
         """Queue ``step``; the handle's ``wait()`` raises what the step raised."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class LaneThread(threading.Thread):
     """Run the steps of a lane; the threads that queued them do the waiting."""
 
 
-class HostHandle(Handle):
+class HostHandle(AsyncHandle):
     """Stand for a step on a :class:`HostLane`."""
 
     def __init__(self, patience: Patience) -> None:
@@ -57,7 +57,7 @@ class HostHandle(Handle):
         return self.event.is_set()
 
 
-class HostLane(Lane):
+class HostLane(WorkLane):
     """Run steps on a thread, which starts with the first of them.
 
     Args:
@@ -71,7 +71,7 @@ class HostLane(Lane):
         self._steps: queue.SimpleQueue[tuple[Callable[[], None], HostHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def run(self, step: Callable[[], None], patience: Patience = threading.Event.wait) -> Handle:
+    def run(self, step: Callable[[], None], patience: Patience = threading.Event.wait) -> AsyncHandle:
         """Queue ``step``; waiting for it calls ``patience``."""
         self._door()
         if self._thread is None:
@@ -102,7 +102,7 @@ class HostLane(Lane):
             del handle  # an error's traceback has the frames of all who have waited, and what they hold
 
 
-class StreamHandle(Handle):
+class StreamHandle(AsyncHandle):
     """Stand for a step on a StreamLane; keep it, and so its tensors, until the current stream waits for it."""
 
     def __init__(self, module: Any, event: Any, step: Callable[[], None]) -> None:
@@ -118,14 +118,14 @@ class StreamHandle(Handle):
         return bool(self._event.query())
 
 
-class StreamLane(Lane):
+class StreamLane(WorkLane):
     """Run steps on a stream of the device beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = getattr(torch, device.type)
         self._stream = self._module.Stream(device)
 
-    def run(self, step: Callable[[], None]) -> Handle:
+    def run(self, step: Callable[[], None]) -> AsyncHandle:
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream), torch.no_grad():
             step()
@@ -137,6 +137,6 @@ class StreamLane(Lane):
         return
 
 
-def make_lane(device: torch.device, name: str, door: Callable[[], None] = lambda: None) -> Lane:
+def make_lane(device: torch.device, name: str, door: Callable[[], None] = lambda: None) -> WorkLane:
     """Return the lane that suits ``device``; for ``door`` see :class:`HostLane`: a stream has none."""
     return HostLane(name, door) if device.type == "cpu" else StreamLane(device)

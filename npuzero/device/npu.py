@@ -46,13 +46,13 @@ _STORAGE, _TENSOR = "_construct_storage_from_data_pointer", "_construct_NPU_Tens
 _open: dict[int, tuple[int, int]] = {}
 
 
-def _ascendcl() -> ctypes.CDLL:
+def _load_ascendcl() -> ctypes.CDLL:
     return ctypes.CDLL("libascendcl.so")
 
 
-def _close(begin: int) -> None:
+def _unmap_memory(begin: int) -> None:
     del _open[begin]
-    getattr(_ascendcl(), _UNMAP)(ctypes.c_void_p(begin))
+    getattr(_load_ascendcl(), _UNMAP)(ctypes.c_void_p(begin))
 
 
 def driver_versions() -> dict[str, str | None]:
@@ -61,11 +61,11 @@ def driver_versions() -> dict[str, str | None]:
 
 
 def _installed_version(part: str) -> str | None:
-    named = _value(INSTALLED, f"{part.capitalize()}_Install_Path_Param")
-    return _value((Path(named) if named else USUAL) / part / "version.info", "Version")
+    named = _read_value(INSTALLED, f"{part.capitalize()}_Install_Path_Param")
+    return _read_value((Path(named) if named else USUAL) / part / "version.info", "Version")
 
 
-def _value(path: Path, key: str) -> str | None:
+def _read_value(path: Path, key: str) -> str | None:
     """Return the value of ``key`` in a file of lines ``key=value``; None where there is no file or no such line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -170,7 +170,7 @@ class Npu(Accelerator):
     def check_reach(self) -> None:
         """Check for CANN's call that maps the host's memory, and torch_npu's that make a tensor of an address."""
         torch_npu: Any = importlib.import_module("torch_npu")
-        lacking = [name for name in (_MAP, _UNMAP) if not hasattr(_ascendcl(), name)]
+        lacking = [name for name in (_MAP, _UNMAP) if not hasattr(_load_ascendcl(), name)]
         lacking += [name for name in (_STORAGE, _TENSOR) if not hasattr(torch_npu._C, name)]
         if lacking:
             raise ConfigError(
@@ -183,7 +183,7 @@ class Npu(Accelerator):
     def open_host(self, memory: torch.Tensor) -> None:
         begin, there = memory.data_ptr(), ctypes.c_void_p()
         taken = ctypes.c_void_p(begin), ctypes.c_uint64(memory.nbytes)
-        result = getattr(_ascendcl(), _MAP)(*taken, _MAPPED, ctypes.byref(there))
+        result = getattr(_load_ascendcl(), _MAP)(*taken, _MAPPED, ctypes.byref(there))
         if result != 0:
             raise ConfigError(
                 "settings.update_on on npu",
@@ -192,7 +192,7 @@ class Npu(Accelerator):
                 do="Leave update_on out: the host then updates what rests there.",
             )
         _open[begin] = begin + memory.nbytes, there.value or 0
-        weakref.finalize(memory.untyped_storage(), _close, begin).atexit = False
+        weakref.finalize(memory.untyped_storage(), _unmap_memory, begin).atexit = False
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
         at = memory.data_ptr()

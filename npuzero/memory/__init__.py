@@ -1,32 +1,32 @@
 """Memory spaces: allocate the buffers of the training state, and count them."""
 
-from npuzero.memory.device import DeviceSpace, zeros
-from npuzero.memory.evacuation import Evacuation, foreign_blocks
+from npuzero.memory.device import DeviceSpace, allocate_zeros
+from npuzero.memory.evacuation import SpaceOffload, find_foreign_buffers
 from npuzero.memory.file import FileStore, check_folders
 from npuzero.memory.host import HostSpace
-from npuzero.memory.mover import Mover
-from npuzero.memory.page_pool import PagePool, Run
-from npuzero.memory.pool import Pool
-from npuzero.memory.ring import Ring
-from npuzero.memory.space import Block, Source, Space, Transient
-from npuzero.memory.spaces import Spaces
+from npuzero.memory.mover import HostCopier
+from npuzero.memory.page_pool import PagePool, PageRun
+from npuzero.memory.pool import BufferPool
+from npuzero.memory.ring import BufferRing
+from npuzero.memory.space import MemorySpace, ReleasableBuffer, Source, TransientBuffer
+from npuzero.memory.spaces import MemorySpaces
 
 __all__ = [
-    "Block",
+    "BufferPool",
+    "BufferRing",
     "DeviceSpace",
-    "Evacuation",
     "FileStore",
+    "HostCopier",
     "HostSpace",
-    "Mover",
+    "MemorySpace",
+    "MemorySpaces",
     "PagePool",
-    "Pool",
-    "Ring",
-    "Run",
+    "PageRun",
+    "ReleasableBuffer",
     "Source",
-    "Space",
-    "Spaces",
-    "Transient",
+    "SpaceOffload",
+    "TransientBuffer",
+    "allocate_zeros",
     "check_folders",
-    "foreign_blocks",
-    "zeros",
+    "find_foreign_buffers",
 ]

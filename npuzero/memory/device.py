@@ -12,14 +12,14 @@ from torch import Tensor
 
 from npuzero import _native
 from npuzero import device as devices
-from npuzero.memory.space import Block, Space, Transient, raw_of
+from npuzero.memory.space import MemorySpace, ReleasableBuffer, TransientBuffer, view_as_bytes
 
 # Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back
 # entirely when they are freed, and may lie in huge pages.
 _MAPPED_BYTES = 2**20
 
 
-class DeviceSpace(Space):
+class DeviceSpace(MemorySpace):
     """Allocate buffers on the device where the rank computes.
 
     While a transient is released, the other transients of this space may have its memory; on an accelerator, all that
@@ -30,20 +30,24 @@ class DeviceSpace(Space):
         super().__init__(device)
         self.stock = _native.host.Stock()
 
-    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> TransientBuffer:
         if self.device.type == "cpu" and numel:
             return _PagedTransient(self, numel, dtype, label)
         return _StorageTransient(self, numel, dtype, label)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[ReleasableBuffer]:
         """Yield what has memory now, of all that this space has made."""
         for (_, label), buffer in list(self._buffers.items()):
             if buffer.numel():
-                raw, nbytes = raw_of(buffer), buffer.untyped_storage().nbytes()
-                yield Block(label, raw, partial(self._give, label, raw), partial(self._take, label, raw, nbytes))
+                raw, nbytes = view_as_bytes(buffer), buffer.untyped_storage().nbytes()
+                yield ReleasableBuffer(
+                    label, raw, partial(self._give, label, raw), partial(self._take, label, raw, nbytes)
+                )
         for transient in list(self._transients):
             if transient.here and transient.tensor.numel():
-                yield Block(transient.label, raw_of(transient.tensor), transient.release, transient.restore)
+                yield ReleasableBuffer(
+                    transient.label, view_as_bytes(transient.tensor), transient.release, transient.restore
+                )
 
     def _give(self, label: str, raw: Tensor) -> None:
         """Give the memory of a buffer back: on the CPU its address stays, elsewhere its storage."""
@@ -67,17 +71,17 @@ class DeviceSpace(Space):
         devices.get(self.device).trim()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return zeros(numel, dtype, self.device)
+        return allocate_zeros(numel, dtype, self.device)
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a zeroed 1-D buffer that no space counts; on the host a large one goes back to the system when freed."""
     if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
-        return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
+        return torch.frombuffer(_map_memory(numel * dtype.itemsize), dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-class _PagedTransient(Transient):
+class _PagedTransient(TransientBuffer):
     """Hold a transient on the host: its pages come from, and return to, a stock of the space (csrc/host/pages.h)."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
@@ -92,7 +96,7 @@ class _PagedTransient(Transient):
         self._pages.release()
 
 
-class _StorageTransient(Transient):
+class _StorageTransient(TransientBuffer):
     """Hold a transient on an accelerator: its storage is resized, and torch's caching allocator has the rest."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
@@ -107,7 +111,7 @@ class _StorageTransient(Transient):
         self.tensor.untyped_storage().resize_(0)
 
 
-def _mapped(nbytes: int) -> mmap.mmap:
+def _map_memory(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -11,10 +11,10 @@ from torch import Tensor
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import StateError
 from npuzero.memory.file import FileStore
-from npuzero.memory.space import Space, Transient
+from npuzero.memory.space import MemorySpace, TransientBuffer
 
 
-class DiskSpace(Space):
+class DiskSpace(MemorySpace):
     """Make stores in the folders that the settings name, and count what they are for."""
 
     def __init__(self, settings: Settings) -> None:
@@ -31,14 +31,14 @@ class DiskSpace(Space):
         folders = [Path(folder) for folder in nvme_folders(self._settings)]
         return FileStore(folders, nbytes, threads=self._settings.io_threads, verify=self._settings.verify)
 
-    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
-        _refuse()
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> TransientBuffer:
+        _refuse_allocation()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        _refuse()
+        _refuse_allocation()
 
 
-def _refuse() -> NoReturn:
+def _refuse_allocation() -> NoReturn:
     raise StateError(
         "memory of a disk", expected="stores alone", got="a tensor there", do="This is a fault of the engine."
     )

@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuzero.memory.space import Block
-from npuzero.memory.spaces import Spaces
+from npuzero.memory.space import ReleasableBuffer
+from npuzero.memory.spaces import MemorySpaces
 from npuzero.plan import Memory
 
 
-class Evacuation:
+class SpaceOffload:
     """Hold on the host what the device's space of one engine had; nothing uses that memory meanwhile."""
 
-    def __init__(self, spaces: Spaces) -> None:
+    def __init__(self, spaces: MemorySpaces) -> None:
         self._spaces = spaces
-        self._away: list[tuple[Block, Tensor]] = []
+        self._away: list[tuple[ReleasableBuffer, Tensor]] = []
         self._fresh = False  # nothing rests on the host otherwise
 
     @property
@@ -27,7 +27,7 @@ class Evacuation:
         return sum(copy.nbytes for _, copy in self._away)
 
     @torch.no_grad()
-    def leave(self, others: Sequence[Block] = ()) -> list[Tensor]:
+    def leave(self, others: Sequence[ReleasableBuffer] = ()) -> list[Tensor]:
         """Bring what the device's space has made, and ``others``, to the host, and give the device's memory back.
 
         Returns:
@@ -79,11 +79,11 @@ class Evacuation:
             self._spaces.close_host()
 
 
-def foreign_blocks(tensors: Iterable[Tensor], label: str) -> Iterator[Block]:
+def find_foreign_buffers(tensors: Iterable[Tensor], label: str) -> Iterator[ReleasableBuffer]:
     """Yield the storages of tensors that no space has made, each once, where torch can resize them."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     for storage in storages.values():
         nbytes = storage.nbytes()
         if nbytes and storage.resizable():
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
-            yield Block(label, raw, partial(storage.resize_, 0), partial(storage.resize_, nbytes))
+            yield ReleasableBuffer(label, raw, partial(storage.resize_, 0), partial(storage.resize_, nbytes))

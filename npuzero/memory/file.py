@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npuzero import _native
-from npuzero.device.handle import Handle
+from npuzero.device.handle import AsyncHandle
 from npuzero.errors import ConfigError, ContractError, NpuZeroError, OutOfSpace, StateError, StorageError
 
 #: Offsets, lengths and addresses are multiples of it: what the sectors of every disk divide.
@@ -64,14 +64,14 @@ class FileStore:
         try:
             self._store = _native.io.Store([str(folder) for folder in self.folders], self.nbytes, threads, verify)
         except OSError as error:
-            needed = _needs(self.folders, self.nbytes)
-            raise _refusal(error, self.folders, needed) from error
+            needed = _bytes_by_folder(self.folders, self.nbytes)
+            raise _refused_store_error(error, self.folders, needed) from error
         self.direct: bool = self._store.direct
         self._lock = threading.Lock()
         self._under_way: list[tuple[Any, Tensor]] = []  # requests, and the buffers that must outlast them
-        self._close = weakref.finalize(self, _finish, self._store, self._under_way)
+        self._close = weakref.finalize(self, _close_store, self._store, self._under_way)
 
-    def read(self, offset: int, buffer: Tensor) -> Handle:
+    def read(self, offset: int, buffer: Tensor) -> AsyncHandle:
         """Fill ``buffer`` with the bytes from ``offset`` on.
 
         Waiting for the handle raises a StorageError where the disk failed, or gave back other bytes than were written.
@@ -82,7 +82,7 @@ class FileStore:
         """
         return self._start("read", offset, buffer)
 
-    def write(self, offset: int, buffer: Tensor) -> Handle:
+    def write(self, offset: int, buffer: Tensor) -> AsyncHandle:
         """Put the bytes of ``buffer`` to ``offset``; else as :meth:`read`."""
         return self._start("write", offset, buffer)
 
@@ -103,7 +103,7 @@ class FileStore:
         """Wait for what is under way, and give the disk back; may be called again."""
         self._close()
 
-    def _start(self, verb: str, offset: int, buffer: Tensor) -> Handle:
+    def _start(self, verb: str, offset: int, buffer: Tensor) -> AsyncHandle:
         nbytes = buffer.numel()
         plain = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
         whole = not (offset % BLOCK or nbytes % BLOCK or buffer.data_ptr() % BLOCK)
@@ -124,10 +124,10 @@ class FileStore:
             self.moved[verb] += nbytes
             self._under_way[:] = [entry for entry in self._under_way if not entry[0].done()]
             self._under_way.append((request, buffer))
-        return _Transfer(request, verb, self.folders)
+        return _FileTransfer(request, verb, self.folders)
 
 
-class _Transfer(Handle):
+class _FileTransfer(AsyncHandle):
     """Wait for a request, and say what befell it."""
 
     def __init__(self, request: Any, verb: str, folders: Sequence[Path]) -> None:
@@ -145,7 +145,7 @@ class _Transfer(Handle):
         trouble = self._request.wait()
         if trouble is not None:
             kind, folder, offset, number = trouble
-            raise _failure(self._verb, kind, self._folders[folder], offset, number)
+            raise _failed_request_error(self._verb, kind, self._folders[folder], offset, number)
 
     def done(self) -> bool:
         return bool(self._request.done())
@@ -161,7 +161,7 @@ def check_folders(folders: Sequence[Path]) -> None:
         try:
             in_memory = _native.io.is_memory(str(folder))
         except OSError as error:
-            raise _refusal(error, [folder], {}) from error
+            raise _refused_store_error(error, [folder], {}) from error
         if in_memory:
             raise ConfigError(
                 f"folder {folder}",
@@ -173,13 +173,13 @@ def check_folders(folders: Sequence[Path]) -> None:
             raise ConfigError(f"folder {folder}", expected="a folder", got="something else", do=_OTHER_FOLDER)
 
 
-def _finish(store: Any, under_way: list[tuple[Any, Tensor]]) -> None:
+def _close_store(store: Any, under_way: list[tuple[Any, Tensor]]) -> None:
     """Close the store, and only then drop the buffers."""
     store.close()
     under_way.clear()
 
 
-def _needs(folders: Sequence[Path], nbytes: int) -> dict[Path, int]:
+def _bytes_by_folder(folders: Sequence[Path], nbytes: int) -> dict[Path, int]:
     """Return for each folder what is asked of its disk: the parts of all folders that lie on it."""
     disks = [os.stat(folder).st_dev for folder in folders]
     needs: Counter[int] = Counter()
@@ -189,13 +189,13 @@ def _needs(folders: Sequence[Path], nbytes: int) -> dict[Path, int]:
 
 
 def _check_room(folders: Sequence[Path], nbytes: int) -> None:
-    for folder, needed in _needs(folders, nbytes).items():
-        free = _free(folder)
+    for folder, needed in _bytes_by_folder(folders, nbytes).items():
+        free = _free_bytes(folder)
         if free is not None and needed > free:
-            raise _out_of_space(folder, needed, "too little")
+            raise _out_of_space_error(folder, needed, "too little")
 
 
-def _free(folder: Path) -> int | None:
+def _free_bytes(folder: Path) -> int | None:
     """Return the bytes that are free on the folder's disk; None where the folder is gone."""
     try:
         facts = os.statvfs(folder)
@@ -204,8 +204,8 @@ def _free(folder: Path) -> int | None:
     return facts.f_bavail * facts.f_frsize
 
 
-def _out_of_space(folder: Path, needed: int, why: str, do: str = _MAKE_ROOM) -> OutOfSpace:
-    free = _free(folder)
+def _out_of_space_error(folder: Path, needed: int, why: str, do: str = _MAKE_ROOM) -> OutOfSpace:
+    free = _free_bytes(folder)
     return OutOfSpace(
         f"disk of {folder}",
         expected=f"room for {needed:,} bytes",
@@ -217,12 +217,12 @@ def _out_of_space(folder: Path, needed: int, why: str, do: str = _MAKE_ROOM) -> 
     )
 
 
-def _refusal(error: OSError, folders: Sequence[Path], needs: dict[Path, int]) -> NpuZeroError:
+def _refused_store_error(error: OSError, folders: Sequence[Path], needs: dict[Path, int]) -> NpuZeroError:
     """Return the error for a store that the system refuses to make."""
     folder = next((folder for folder in folders if str(error.strerror).startswith(f"{folder}: ")), folders[0])
     reason = os.strerror(error.errno or 0)
     if error.errno in _NO_ROOM:
-        return _out_of_space(folder, needs[folder], reason)
+        return _out_of_space_error(folder, needs[folder], reason)
     if error.errno in _NOT_A_FOLDER:
         return ConfigError(f"folder {folder}", expected="one to write to", got=reason, do=_OTHER_FOLDER)
     return StorageError(
@@ -235,13 +235,13 @@ def _refusal(error: OSError, folders: Sequence[Path], needs: dict[Path, int]) ->
     )
 
 
-def _failure(verb: str, kind: Any, folder: Path, offset: int, number: int) -> NpuZeroError:
+def _failed_request_error(verb: str, kind: Any, folder: Path, offset: int, number: int) -> NpuZeroError:
     """Return the error for a request that failed at ``offset`` of the folder's file."""
     kinds = _native.io.Kind
     if kind == kinds.failed and number in _NO_ROOM:
         why = f"{os.strerror(number)}, at offset {offset:,} of a file that had its room"
         do = "Make room there, or name a folder on another disk; go on from the last checkpoint."
-        return _out_of_space(folder, BLOCK, why, do)
+        return _out_of_space_error(folder, BLOCK, why, do)
     expected, got, do = {
         kinds.failed: (
             f"a {verb} that succeeds",

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from npuzero import device as devices
 from npuzero.errors import OutOfSpace
-from npuzero.memory.device import DeviceSpace, zeros
+from npuzero.memory.device import DeviceSpace, allocate_zeros
 from npuzero.memory.file import FileStore
-from npuzero.plan import PAGE_BYTES, whole_pages
+from npuzero.plan import PAGE_BYTES, round_up_pages
 
 
 class HostSpace(DeviceSpace):
@@ -31,20 +31,20 @@ class HostSpace(DeviceSpace):
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.check_room(numel * dtype.itemsize)
         if self._pinned and self._reached and numel:
-            memory = _on_pages(
-                torch.zeros(whole_pages(numel * dtype.itemsize) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            memory = _align_to_page(
+                torch.zeros(round_up_pages(numel * dtype.itemsize) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
             )
             devices.get(self._beside).open_host(memory)
             return memory[: numel * dtype.itemsize].view(dtype)
         if self._pinned and numel:
             return torch.zeros(numel, dtype=dtype, pin_memory=True)
-        return zeros(numel, dtype, self.device)
+        return allocate_zeros(numel, dtype, self.device)
 
     def pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed 1-D buffer that begins on a page, however small it is; as a source of :meth:`allocate`."""
         nbytes = numel * dtype.itemsize
         if self._pinned:  # wherever the device's allocator puts it
-            return _on_pages(self._zeros(nbytes + PAGE_BYTES, torch.uint8)).view(dtype)
+            return _align_to_page(self._zeros(nbytes + PAGE_BYTES, torch.uint8)).view(dtype)
         self.check_room(nbytes)
         return FileStore.aligned(nbytes).view(dtype)
 
@@ -62,7 +62,7 @@ class HostSpace(DeviceSpace):
             )
 
 
-def _on_pages(memory: Tensor) -> Tensor:
+def _align_to_page(memory: Tensor) -> Tensor:
     """Return so much of ``memory``, a page less, as begins on a page."""
     first = -memory.data_ptr() % PAGE_BYTES
     return memory[first : first + memory.numel() - PAGE_BYTES]

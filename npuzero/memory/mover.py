@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from npuzero import device as devices
-from npuzero.device import Handle, Ready
+from npuzero.device import AsyncHandle, ReadyHandle
 from npuzero.plan import TO_DEVICE, TO_HOST
 
 
-class Mover:
+class HostCopier:
     """Copy on behalf of one thread, in the order of the calls.
 
     On an accelerator copies run on a stream of their own, after what :meth:`follow` was called behind; ``wait()`` of a
@@ -32,12 +32,12 @@ class Mover:
         self._stream = self._module and self._module.Stream(device)
         self._busy = False  # whether the stream was given work since the host last waited for it
 
-    def to_host(self, target: Tensor, source: Tensor) -> Handle:
+    def to_host(self, target: Tensor, source: Tensor) -> AsyncHandle:
         """Copy ``source``, on the device, into ``target`` of the host; the source may be released at once."""
         self.moved[TO_HOST] += source.nbytes
         return self._copy(target, source, source)
 
-    def to_device(self, target: Tensor, source: Tensor) -> Handle:
+    def to_device(self, target: Tensor, source: Tensor) -> AsyncHandle:
         """Copy ``source``, of the host, into ``target`` on the device."""
         self.moved[TO_DEVICE] += source.nbytes
         return self._copy(target, source, target)
@@ -61,15 +61,15 @@ class Mover:
         """Return a tensor of the device over memory of either kind."""
         return memory if memory.device == self._device else devices.get(self._device).reach(memory)
 
-    def arrival(self) -> Handle:
+    def arrival(self) -> AsyncHandle:
         """Return a handle by which the current stream, not the host, waits for the copies so far."""
         if self._stream is None:
-            return Ready()
+            return ReadyHandle()
         event = self._module.Event()
         event.record(self._stream)
         return _StreamArrival(event, self._module)
 
-    def snapshot(self, value: Tensor) -> tuple[Tensor, Handle]:
+    def snapshot(self, value: Tensor) -> tuple[Tensor, AsyncHandle]:
         """Copy a few numbers to the host, whatever becomes of them on the device; they do not count."""
         taken = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
         return taken, self._copy(taken, value, value)
@@ -83,20 +83,20 @@ class Mover:
             self._stream.synchronize()
         self._busy = False
 
-    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Handle:
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> AsyncHandle:
         if self._stream is None:
             target.copy_(source)
-            return Ready()
+            return ReadyHandle()
         with self.beside():
             target.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record(self._stream)
         if on_device.device.type != "cpu":
             on_device.record_stream(self._stream)
-        return _Arrival(event)
+        return _HostArrival(event)
 
 
-class _Arrival(Handle):
+class _HostArrival(AsyncHandle):
     """Stand for a copy on a stream, for which the host waits."""
 
     def __init__(self, event: Any) -> None:
@@ -109,7 +109,7 @@ class _Arrival(Handle):
         return bool(self._event.query())
 
 
-class _StreamArrival(_Arrival):
+class _StreamArrival(_HostArrival):
     """Stand for copies on a stream, for which the current stream waits."""
 
     def __init__(self, event: Any, module: Any) -> None:

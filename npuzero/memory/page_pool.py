@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from npuzero.plan import whole_pages
+from npuzero.plan import round_up_pages
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """Name pages that follow each other: in which segment, and from and to which byte."""
 
     segment: int
@@ -32,17 +32,17 @@ class PagePool:
     def __init__(self, extend: Callable[[int], int]) -> None:
         self._extend = extend
         self._segments = 0
-        self._idle: list[Run] = []
+        self._idle: list[PageRun] = []
         # What came back, from any thread and in the midst of anything: runs are given back as objects die.
-        self._returned: deque[Run] = deque()
+        self._returned: deque[PageRun] = deque()
 
-    def take(self, nbytes: int) -> list[Run]:
+    def take(self, nbytes: int) -> list[PageRun]:
         """Return runs of ``nbytes`` in all, rounded up to whole pages; one run, wherever one is long enough."""
         self._sort()
-        nbytes = whole_pages(nbytes)
+        nbytes = round_up_pages(nbytes)
         lacking = nbytes - sum(run.end - run.begin for run in self._idle)
         if lacking > 0:
-            self._idle.append(Run(self._segments, 0, self._extend(lacking)))
+            self._idle.append(PageRun(self._segments, 0, self._extend(lacking)))
             self._segments += 1
         taken = []
         while nbytes:
@@ -54,7 +54,7 @@ class PagePool:
             nbytes -= middle - run.begin
         return taken
 
-    def give(self, runs: Iterable[Run]) -> None:
+    def give(self, runs: Iterable[PageRun]) -> None:
         """Take runs back; from any thread."""
         self._returned.extend(runs)
 
@@ -64,7 +64,7 @@ class PagePool:
             return
         while self._returned:
             self._idle.append(self._returned.popleft())
-        joined: list[Run] = []
+        joined: list[PageRun] = []
         for run in sorted(self._idle):
             if joined and joined[-1].segment == run.segment and joined[-1].end == run.begin:
                 joined[-1] = joined[-1]._replace(end=run.end)

@@ -8,17 +8,17 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from npuzero.memory.space import Source, Space
+from npuzero.memory.space import MemorySpace, Source
 
 
-class Pool:
+class BufferPool:
     """Lend buffers by length and dtype; a returned buffer goes to the next that asks, with its contents.
 
     A kind names the contents that a user leaves behind (which elements of a communication buffer are zero, for one). A
     buffer of the kind asked for is preferred, so that a steady step finds its buffers as it left them.
     """
 
-    def __init__(self, space: Space, source: Source | None = None, label: str = "buffers") -> None:
+    def __init__(self, space: MemorySpace, source: Source | None = None, label: str = "buffers") -> None:
         self._space = space
         self._source = source
         self._label = label

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from npuzero.memory.host import HostSpace
-from npuzero.plan import whole_pages
+from npuzero.plan import round_up_pages
 
 
-class Ring:
+class BufferRing:
     """Hold ``slots`` buffers of ``nbytes`` each; what goes through the ring is in one of them at a time.
 
     Slots are whole pages, on page bounds, as a disk that is read past the page cache wants them. Whoever fills one
@@ -17,7 +17,7 @@ class Ring:
     """
 
     def __init__(self, space: HostSpace, nbytes: int, slots: int) -> None:
-        nbytes = whole_pages(nbytes)
+        nbytes = round_up_pages(nbytes)
         self._slots = [space.allocate(nbytes, torch.uint8, "buffers", space.pages) for _ in range(slots)]
 
     def slot(self, turn: int) -> Tensor:

@@ -24,7 +24,7 @@ LABELS = ("parameters", "gradients", "states", "buffers")
 Source = Callable[[int, torch.dtype], Tensor]
 
 
-class Block(NamedTuple):
+class ReleasableBuffer(NamedTuple):
     """Stand for a buffer whose memory can be given back and taken again, while all views of it stay views.
 
     Attributes:
@@ -40,12 +40,12 @@ class Block(NamedTuple):
     take: Callable[[], None]
 
 
-def raw_of(tensor: Tensor) -> Tensor:
+def view_as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-class Space(ABC):
+class MemorySpace(ABC):
     """Allocate flat buffers in one memory, and count them by label.
 
     ``held[label]`` is what is allocated now, ``peak[label]`` its maximum since :meth:`reset_peak`. Both count the bytes
@@ -63,7 +63,7 @@ class Space(ABC):
         self.allocations = 0
         # What lives of all that it has made: buffers by id and label, since tensors do not hash by identity.
         self._buffers: weakref.WeakValueDictionary[tuple[int, str], Tensor] = weakref.WeakValueDictionary()
-        self._transients: weakref.WeakSet[Transient] = weakref.WeakSet()
+        self._transients: weakref.WeakSet[TransientBuffer] = weakref.WeakSet()
 
     @final
     def allocate(self, numel: int, dtype: torch.dtype, label: str, source: Source | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class Space(ABC):
         return buffer
 
     @abstractmethod
-    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> TransientBuffer:
         """Return a 1-D buffer of ``numel`` elements that has memory only between ``restore()`` and ``release()``.
 
         Meanwhile other transients of this space may have the memory.
@@ -120,7 +120,7 @@ class Space(ABC):
         """Return a new zeroed 1-D buffer; raise a RuntimeError or OSError where there is no room."""
 
 
-class Transient(ABC):
+class TransientBuffer(ABC):
     """Hold a buffer whose memory comes and goes while its storage stays, so that views of it stay views.
 
     Attributes:
@@ -131,7 +131,7 @@ class Transient(ABC):
 
     tensor: Tensor
 
-    def __init__(self, space: Space, nbytes: int, label: str) -> None:
+    def __init__(self, space: MemorySpace, nbytes: int, label: str) -> None:
         self._space = space
         self._nbytes = nbytes
         self.label = label

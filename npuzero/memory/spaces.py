@@ -11,12 +11,12 @@ from npuzero.config import Settings
 from npuzero.memory.device import DeviceSpace
 from npuzero.memory.disk import DiskSpace
 from npuzero.memory.host import HostSpace
-from npuzero.memory.mover import Mover
-from npuzero.memory.space import Space
+from npuzero.memory.mover import HostCopier
+from npuzero.memory.space import MemorySpace
 from npuzero.plan import Memory
 
 
-class Spaces(Mapping[Memory, Space]):
+class MemorySpaces(Mapping[Memory, MemorySpace]):
     """Map each memory to its space, with counts of its own for one engine.
 
     What a plan places is allocated where its :class:`~npuzero.plan.Placement` says, and counted there::
@@ -38,8 +38,8 @@ class Spaces(Mapping[Memory, Space]):
         self._device = device
         self._settings = settings or Settings()
         # Those in which something rests, made when it is first asked for.
-        self._spaces: dict[Memory, Space] = {Memory.DEVICE: DeviceSpace(device)}
-        self.mover = Mover(device)
+        self._spaces: dict[Memory, MemorySpace] = {Memory.DEVICE: DeviceSpace(device)}
+        self.mover = HostCopier(device)
 
     @property
     def device(self) -> DeviceSpace:
@@ -65,7 +65,7 @@ class Spaces(Mapping[Memory, Space]):
             self._spaces[Memory.NVME] = DiskSpace(self._settings)
         return cast(DiskSpace, self._spaces[Memory.NVME])
 
-    def __getitem__(self, memory: Memory) -> Space:
+    def __getitem__(self, memory: Memory) -> MemorySpace:
         """Return the space of ``memory``."""
         if memory is Memory.DEVICE:
             return self._spaces[memory]

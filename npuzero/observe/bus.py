@@ -87,7 +87,7 @@ def span(category: str, name: str, *, rank: int | None = None, **facts: Any) -> 
     """Observe the ``with`` block as a :class:`Span`; see there for the arguments."""
     if not _sinks:
         return _NOTHING
-    return _Live(category, name, current_rank() if rank is None else rank, facts)
+    return _LiveSpan(category, name, current_rank() if rank is None else rank, facts)
 
 
 def instant(category: str, name: str, *, rank: int | None = None, **facts: Any) -> None:
@@ -102,20 +102,20 @@ def count(category: str, name: str, value: float, *, rank: int | None = None) ->
         emit(Count(category, name, time.perf_counter(), current_rank() if rank is None else rank, value))
 
 
-class _Nothing(AbstractContextManager[object]):
+class _NullSpan(AbstractContextManager[object]):
     """Do nothing: the span where there is no sink."""
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NullSpan:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-_NOTHING = _Nothing()
+_NOTHING = _NullSpan()
 
 
-class _Live(AbstractContextManager[object]):
+class _LiveSpan(AbstractContextManager[object]):
     """Time a ``with`` block, and send its span to the sinks that were there when it began."""
 
     def __init__(self, category: str, name: str, rank: int, facts: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class _Live(AbstractContextManager[object]):
         self._sinks = _sinks
         self._begin_s = 0.0
 
-    def __enter__(self) -> _Live:
+    def __enter__(self) -> _LiveSpan:
         for sink in self._sinks:
             sink.begin(*self._what)
         self._begin_s = time.perf_counter()

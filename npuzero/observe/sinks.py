@@ -44,7 +44,7 @@ class Events(Sink):
 
 
 @dataclass
-class Total:
+class EventTotal:
     """Hold what :class:`Counters` keeps of one (category, name): how often, and for spans how long in all."""
 
     times: int = 0
@@ -56,7 +56,7 @@ class Counters(Sink):
     """Keep sums instead of events: ``counters.totals["gather", "blocks.3"].seconds``; ``value`` is a Count's last."""
 
     def __init__(self) -> None:
-        self.totals: dict[tuple[str, str], Total] = defaultdict(Total)
+        self.totals: dict[tuple[str, str], EventTotal] = defaultdict(EventTotal)
         self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
@@ -82,7 +82,7 @@ class JsonLines(Sink):
         try:
             self._file = self._path.open("w", encoding="utf-8")
         except OSError as error:
-            raise _not_written(self._path, error) from error
+            raise _trace_write_error(self._path, error) from error
 
     def write(self, event: Event) -> None:
         line = json.dumps({"kind": type(event).__name__.lower(), **dataclasses.asdict(event)}, default=str)
@@ -90,7 +90,7 @@ class JsonLines(Sink):
             with self._lock:
                 self._file.write(line + "\n")
         except OSError as error:
-            raise _not_written(self._path, error) from error
+            raise _trace_write_error(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -118,17 +118,17 @@ class ChromeTrace(Sink):
             return
         try:
             self._path.write_text(
-                json.dumps({"traceEvents": trace_events(self._events)}, default=str), encoding="utf-8"
+                json.dumps({"traceEvents": build_trace_events(self._events)}, default=str), encoding="utf-8"
             )
         except OSError as error:
-            raise _not_written(self._path, error) from error
+            raise _trace_write_error(self._path, error) from error
         self._closed = True
 
 
-def trace_events(events: list[Event]) -> list[dict[str, Any]]:
+def build_trace_events(events: list[Event]) -> list[dict[str, Any]]:
     """Return the events as objects of the Trace Event Format, with a name for each process (rank) and thread."""
     lanes: dict[tuple[int, str], int] = {}
-    rows = [_trace_event(event, lanes.setdefault((event.rank, event.category), len(lanes))) for event in events]
+    rows = [_build_trace_event(event, lanes.setdefault((event.rank, event.category), len(lanes))) for event in events]
     for rank in sorted({rank for rank, _ in lanes}):
         rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
     for (rank, category), lane in lanes.items():
@@ -136,7 +136,7 @@ def trace_events(events: list[Event]) -> list[dict[str, Any]]:
     return rows
 
 
-def _trace_event(event: Event, lane: int) -> dict[str, Any]:
+def _build_trace_event(event: Event, lane: int) -> dict[str, Any]:
     row: dict[str, Any] = {"name": event.name, "cat": event.category, "pid": event.rank, "tid": lane}
     if isinstance(event, Span):
         times = {"ts": event.begin_s * 1e6, "dur": (event.end_s - event.begin_s) * 1e6}
@@ -173,7 +173,7 @@ class ProfilerRanges(Sink):
         return ranges
 
 
-def _not_written(path: Path, error: OSError) -> StorageError:
+def _trace_write_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"trace {path}",
         expected="a file that can be written",

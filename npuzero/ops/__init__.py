@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from npuzero.ops.cast import cast
 from npuzero.ops.dequantize_sum import dequantize_sum
-from npuzero.ops.flat_adam import Line, Segment, flat_adam
-from npuzero.ops.flat_lion import Line as LionLine
-from npuzero.ops.flat_lion import Segment as LionSegment
-from npuzero.ops.flat_lion import flat_lion
+from npuzero.ops.flat_adam import AdamLine, AdamSegment, flat_adam
+from npuzero.ops.flat_lion import LionLine, LionSegment, flat_lion
 from npuzero.ops.norm import norm
 from npuzero.ops.pack import pack, unpack
 from npuzero.ops.quantize import quantize
 
 __all__ = [
-    "Line",
+    "AdamLine",
+    "AdamSegment",
     "LionLine",
     "LionSegment",
-    "Segment",
     "cast",
     "dequantize_sum",
     "flat_adam",

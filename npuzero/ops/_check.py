@@ -17,13 +17,15 @@ from npuzero.errors import ContractError
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def tensor(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+def check_tensor(
+    op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
+) -> None:
     """Check for a dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
-    if not _fine(value, dtypes, device):
+    if not _is_usable(value, dtypes, device):
         _refuse_tensor(f"{op}: {name}", value, dtypes, device)
 
 
-def line(
+def check_tensor_line(
     op: str,
     name: str,
     buffer: Any,
@@ -32,7 +34,7 @@ def line(
     counts: Sequence[int] | None = None,
     optional: bool = False,
 ) -> Sequence[Any]:
-    """Check a tensor, or a sequence of tensors, as `tensor` does, on one device, each of `counts[i]` elements.
+    """Check a tensor, or a sequence of tensors, as `check_tensor` does, on one device, each of `counts[i]` elements.
 
     Returns the sequence, of one where a tensor came. Where `optional`, any may be None; None alone stands for all.
     """
@@ -46,11 +48,11 @@ def line(
         )
     present = [i for i, value in enumerate(values) if value is not None] if optional else range(len(values))
     chosen = [values[i] for i in present] if optional else values
-    if not _all_fine(chosen, dtypes, device):
+    if not _all_usable(chosen, dtypes, device):
         # Only now, to say which of them it is, each by itself.
         for i in present:
             one = device or getattr(values[0], "device", None)
-            if not _fine(values[i], dtypes, one):
+            if not _is_usable(values[i], dtypes, one):
                 _refuse_tensor(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", values[i], dtypes, one)
     if counts is not None and [value.numel() for value in chosen] != [counts[i] for i in present]:
         i = next(i for i in present if values[i].numel() != counts[i])
@@ -58,8 +60,8 @@ def line(
     return values
 
 
-def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
-    """Ask `_fine` of each, all on one device; a question at a time for all takes a quarter of the time."""
+def _all_usable(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
+    """Ask `_is_usable` of each, all on one device; a question at a time for all takes a quarter of the time."""
     if not {isinstance(value, torch.Tensor) for value in values} <= {True}:
         return False
     devices = {value.device for value in values}
@@ -69,7 +71,7 @@ def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: to
         and {value.layout for value in values} <= {torch.strided}
         and {value.is_contiguous() for value in values} <= {True}
         and {value.is_neg() for value in values} <= {False}
-        and True not in {value.data_ptr() < _LOW_ADDRESS and released(value) for value in values}
+        and True not in {value.data_ptr() < _LOW_ADDRESS and is_storage_released(value) for value in values}
     )
 
 
@@ -77,7 +79,7 @@ def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: to
 _LOW_ADDRESS = 1 << 40
 
 
-def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
+def _is_usable(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.dtype in dtypes
@@ -85,11 +87,11 @@ def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | No
         and value.layout is torch.strided
         and value.is_contiguous()
         and not value.is_neg()  # a conjugate is complex, which no op takes
-        and not released(value)
+        and not is_storage_released(value)
     )
 
 
-def released(value: torch.Tensor) -> bool:
+def is_storage_released(value: torch.Tensor) -> bool:
     """Tell whether the storage was resized to nothing under the tensor, as a sharded unit's is:
     its base address is then 0.
     """
@@ -100,8 +102,8 @@ def _refuse_tensor(subject: str, value: Any, dtypes: tuple[torch.dtype, ...], de
     if not isinstance(value, torch.Tensor):
         raise ContractError(subject, expected="a tensor", got=type(value).__name__, do="Pass a torch.Tensor.")
     if value.dtype not in dtypes:
-        names = " or ".join(map(short, dtypes))
-        raise ContractError(subject, expected=names, got=short(value.dtype), do="Cast it with ops.cast or .to().")
+        names = " or ".join(map(dtype_name, dtypes))
+        raise ContractError(subject, expected=names, got=dtype_name(value.dtype), do="Cast it with ops.cast or .to().")
     if device is not None and value.device != device:
         raise ContractError(
             subject, expected=f"on {device}", got=f"on {value.device}", do="Keep the tensors of one call together."
@@ -131,7 +133,7 @@ def _refuse_tensor(subject: str, value: Any, dtypes: tuple[torch.dtype, ...], de
     )
 
 
-def flat(
+def check_flat_tensor(
     op: str,
     name: str,
     value: Any,
@@ -139,8 +141,8 @@ def flat(
     device: torch.device | None = None,
     count: int | None = None,
 ) -> None:
-    """Check as `tensor` does, and for one dimension, of `count` elements where given."""
-    tensor(op, name, value, dtypes, device)
+    """Check as `check_tensor` does, and for one dimension, of `count` elements where given."""
+    check_tensor(op, name, value, dtypes, device)
     if value.dim() != 1:
         raise ContractError(
             f"{op}: {name}", expected="one dimension", got=f"shape {tuple(value.shape)}", do="Pass the flat buffer."
@@ -149,11 +151,11 @@ def flat(
         _refuse_count(f"{op}: {name}", count, value)
 
 
-def table(
+def check_coefficient_rows(
     op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None, columns: int
 ) -> None:
-    """Check as `tensor` does, and for rows of `columns` elements."""
-    tensor(op, name, value, dtypes, device)
+    """Check as `check_tensor` does, and for rows of `columns` elements."""
+    check_tensor(op, name, value, dtypes, device)
     if value.dim() != 2 or value.shape[1] != columns:
         raise ContractError(
             f"{op}: {name}",
@@ -172,16 +174,22 @@ def _refuse_count(subject: str, count: int, value: torch.Tensor) -> NoReturn:
     )
 
 
-def disjoint(op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_disjoint(
+    op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]]
+) -> None:
     """Check that no written tensor shares memory with any other of the call; read ones may with each other."""
     named = [*written, *read]
     begins = [tensor.data_ptr() for _, tensor in named]
     sizes = [tensor.nbytes for _, tensor in named]
-    apart(op, begins, sizes, len(written), lambda i: named[i][0])
+    check_address_ranges(op, begins, sizes, len(written), lambda i: named[i][0])
 
 
-def apart(op: str, begins: Sequence[int], sizes: Sequence[int], written: int, name: Callable[[int], str]) -> None:
-    """Check as `disjoint` does, by addresses and bytes of many, the written first; `name(i)` names what is wrong."""
+def check_address_ranges(
+    op: str, begins: Sequence[int], sizes: Sequence[int], written: int, name: Callable[[int], str]
+) -> None:
+    """Check as `check_disjoint` does, by addresses and bytes of many, the written first; `name(i)` names what is
+    wrong.
+    """
     found = _native.overlap(begins, sizes, written)
     if found is not None:
         below, above = found
@@ -193,7 +201,7 @@ def apart(op: str, begins: Sequence[int], sizes: Sequence[int], written: int, na
         )
 
 
-def integer(op: str, name: str, value: Any, least: int, most: int) -> None:
+def check_integer(op: str, name: str, value: Any, least: int, most: int) -> None:
     """Check for an int in [least, most]."""
     if type(value) is not int or not least <= value <= most:
         raise ContractError(
@@ -204,6 +212,6 @@ def integer(op: str, name: str, value: Any, least: int, most: int) -> None:
         )
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name: ``float32`` instead of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -33,7 +33,7 @@ _F32, _LOW = (torch.float32,), (torch.bfloat16, torch.float16)
 _MASTERS, _MOMENTS = (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.uint8)
 
 
-class Segment(Protocol):
+class UpdateSegment(Protocol):
     """Hold what every update's segments have; the rest is an op's own."""
 
     @property
@@ -58,14 +58,14 @@ class Segment(Protocol):
     def place(self) -> int | None: ...
 
 
-S = TypeVar("S", bound=Segment)
+S = TypeVar("S", bound=UpdateSegment)
 #: An option's name, whether what must hold of it does, and what is expected.
 Rule = tuple[str, bool, str]
 
 _RANGE = attrgetter("begin", "end", "stream", "place")
 
 
-class Line(ABC, Generic[S]):
+class UpdateLine(ABC, Generic[S]):
     """Hold the buffers that launch after launch writes, checked once; arguments and errors are its op's."""
 
     op: ClassVar[str]
@@ -81,27 +81,27 @@ class Line(ABC, Generic[S]):
         self, master: Tensors, moments: Sequence[SomeTensors], low: SomeTensors, remainder: SomeTensors, seed: int
     ) -> None:
         op = self.op
-        masters = _check.line(op, "master", master, _MASTERS)
+        masters = _check.check_tensor_line(op, "master", master, _MASTERS)
         self._device = device = masters[0].device if masters else None
         self._counts = counts = [tensor.numel() for tensor in masters]
-        stored = _stored_counts(moments[0], counts)
+        stored = _stored_element_counts(moments[0], counts)
         self._moments = [
-            _check.line(op, name, moment, _MOMENTS, device, stored, optional=i >= self.least_moments)
+            _check.check_tensor_line(op, name, moment, _MOMENTS, device, stored, optional=i >= self.least_moments)
             for i, (name, moment) in enumerate(zip(self.moments, moments, strict=True))
         ]
-        lows = _check.line(op, "low", low, _LOW, device, counts, optional=True)
-        remainders = _check.line(op, "remainder", remainder, (torch.int16,), device, counts, optional=True)
+        lows = _check.check_tensor_line(op, "low", low, _LOW, device, counts, optional=True)
+        remainders = _check.check_tensor_line(op, "remainder", remainder, (torch.int16,), device, counts, optional=True)
         # The buffers in the order of a row of csrc/bindings.cpp, but for the gradient, its last.
         self._written: list[Sequence[Any]] = [masters, *self._moments, lows, remainders]
         self._check_dtypes()
-        _check.integer(op, "seed", seed, 0, 2**64 - 1)
+        _check.check_integer(op, "seed", seed, 0, 2**64 - 1)
         self._seed = seed
         bounds = [0, *itertools.accumulate(counts)]
         self._bounds = bounds
         self._blocks = {i for i, tensor in enumerate(self._moments[0]) if tensor.dtype == torch.uint8}
         #: Ranges of the line that lack a moment.
         self._lacking = [(bounds[i], bounds[i + 1]) for i, tensor in enumerate(self._moments[-1]) if tensor is None]
-        self._at = [_addresses(tensors) for tensors in self._written]
+        self._at = [_tensor_addresses(tensors) for tensors in self._written]
         self._read: tuple[list[int], ...] = ()
         self._rows: list[tuple[int, ...]] = []
 
@@ -111,7 +111,7 @@ class Line(ABC, Generic[S]):
         """Return the float32 constants of one update, in the order of the op's group in C++."""
 
     def _rules(self, segment: S) -> Sequence[Rule]:
-        """Return what must hold of a segment's options beside :func:`_common_rules`."""
+        """Return what must hold of a segment's options beside :func:`_common_segment_rules`."""
         return ()
 
     def _all_moments(self, segment: S) -> str:
@@ -138,7 +138,7 @@ class Line(ABC, Generic[S]):
         return (
             [tensor.numel() for tensor in master] == self._counts
             and all(all(map(operator.is_, tensors, mine)) for tensors, mine in zip(line, self._written, strict=True))
-            and [_addresses(tensors) for tensors in line] == self._at
+            and [_tensor_addresses(tensors) for tensors in line] == self._at
             and all(tensor.is_contiguous() for tensor in master)
         )
 
@@ -151,14 +151,14 @@ class Line(ABC, Generic[S]):
         dynamic: torch.Tensor | None = None,
     ) -> None:
         """Launch the update once."""
-        grads = _check.line(self.op, "grad", grad, _check.FLOATS, self._device, self._counts)
+        grads = _check.check_tensor_line(self.op, "grad", grad, _check.FLOATS, self._device, self._counts)
         named = (("grad_scale", grad_scale), ("skip", skip), ("dynamic", dynamic))
         scalars = [(name, value) for name, value in named if value is not None]
         for name, value in scalars:
             if value is dynamic:
-                _check.table(self.op, name, value, _F32, self._device, len(self.dynamic))
+                _check.check_coefficient_rows(self.op, name, value, _F32, self._device, len(self.dynamic))
             else:
-                _check.flat(self.op, name, value, _F32, self._device, 1)
+                _check.check_flat_tensor(self.op, name, value, _F32, self._device, 1)
         read = (
             [tensor.data_ptr() for tensor in grads],
             [_native.DTYPES[tensor.dtype] for tensor in grads],
@@ -167,7 +167,7 @@ class Line(ABC, Generic[S]):
         if read != self._read:
             at = [*self._at, read[0]]
             self._check_apart(grads, at, scalars)
-            dtypes = [_dtypes(self._written[i]) for i in (0, 1, -2)]  # of masters, moments, low
+            dtypes = [_dtype_codes(self._written[i]) for i in (0, 1, -2)]  # of masters, moments, low
             self._rows = list(zip(*at, self._counts, *dtypes, read[1], strict=True))
             self._read = read
         ranges, groups = self._prepare(segments, 0 if dynamic is None else len(dynamic))
@@ -187,7 +187,7 @@ class Line(ABC, Generic[S]):
             _native.optional_view(dynamic),
             self._seed,
             _native.device_kind(device),
-            _native.stream(device),
+            _native.current_stream_handle(device),
         )
 
     def _prepare(self, segments: Iterable[S], rows: int) -> tuple[list[Range], list[Any]]:
@@ -241,7 +241,7 @@ class Line(ABC, Generic[S]):
         return ranges, groups
 
     def _check_hyper(self, i: int, segment: S, rows: int) -> None:
-        for name, holds, expected in (*_common_rules(segment, rows), *self._rules(segment)):
+        for name, holds, expected in (*_common_segment_rules(segment, rows), *self._rules(segment)):
             if not holds:
                 self._refuse_hyper(i, segment, name, expected)
 
@@ -259,8 +259,8 @@ class Line(ABC, Generic[S]):
         for i, (p, rounded, rest, m, *others) in enumerate(zip(masters, lows, remainders, *moments, strict=True)):
             for name, other in zip(self.moments[1:], others, strict=True):
                 if other is not None and other.dtype != m.dtype:
-                    expected = f"{_check.short(m.dtype)}, as {self.moments[0]}"
-                    self._refuse_dtype(name, i, expected, _check.short(other.dtype))
+                    expected = f"{_check.dtype_name(m.dtype)}, as {self.moments[0]}"
+                    self._refuse_dtype(name, i, expected, _check.dtype_name(other.dtype))
             absent, why = ("low", rounded), "a bfloat16 master, which is the rounded one itself"
             if p.dtype == torch.float32:
                 absent, why = ("remainder", rest), "a float32 master"
@@ -290,15 +290,15 @@ class Line(ABC, Generic[S]):
         begins = [*itertools.chain(*at), *(value.data_ptr() for _, value in scalars)]
         sizes = [0 if tensor is None else tensor.nbytes for tensor in itertools.chain(*line)]
         sizes += [value.nbytes for _, value in scalars]
-        _check.apart(self.op, begins, sizes, n * len(self._written), name)
+        _check.check_address_ranges(self.op, begins, sizes, n * len(self._written), name)
 
 
-def float32(value: float) -> float:
+def round_to_float32(value: float) -> float:
     """Round `value` to float32."""
     return ctypes.c_float(value).value
 
 
-def _common_rules(segment: Segment, rows: int) -> Sequence[Rule]:
+def _common_segment_rules(segment: UpdateSegment, rows: int) -> Sequence[Rule]:
     here = segment.row is None
     return (
         ("row", segment.row is None or 0 <= segment.row < rows, f"None or one of dynamic's {rows}"),
@@ -310,11 +310,11 @@ def _common_rules(segment: Segment, rows: int) -> Sequence[Rule]:
     )
 
 
-def _dtypes(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+def _dtype_codes(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if tensor is None else _native.DTYPES[tensor.dtype] for tensor in tensors]
 
 
-def _stored_counts(moments: SomeTensors, counts: Sequence[int]) -> Sequence[int]:
+def _stored_element_counts(moments: SomeTensors, counts: Sequence[int]) -> Sequence[int]:
     """Return of how many elements a moment's tensors must be."""
     tensors = (moments,) if isinstance(moments, torch.Tensor) else moments
     if tensors is None or len(tensors) != len(counts):
@@ -323,5 +323,5 @@ def _stored_counts(moments: SomeTensors, counts: Sequence[int]) -> Sequence[int]
     return [stored_numel(n, dtype) if dtype == torch.uint8 else n for n, dtype in zip(counts, dtypes, strict=True)]
 
 
-def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+def _tensor_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -13,14 +13,14 @@ _BLOCK = {8: 256, 4: 128}
 _MOST = 2**31 - 1  # messages
 
 
-def check(
+def check_messages(
     op: str, name: str, messages: torch.Tensor, values: tuple[str, torch.Tensor], bits: int, rows: int, pieces: int
 ) -> None:
     """Check bits, rows and pieces, that `values` have whole blocks in each piece, and messages for all of it."""
     if type(bits) is not int or bits not in _BLOCK:
         raise ContractError(f"{op}: bits", expected="8 or 4", got=repr(bits), do="Pass one of these.")
-    _check.integer(op, "rows", rows, 1, _MOST)
-    _check.integer(op, "pieces", pieces, 1, _MOST)
+    _check.check_integer(op, "rows", rows, 1, _MOST)
+    _check.check_integer(op, "pieces", pieces, 1, _MOST)
     what, tensor = values
     if tensor.numel() % (pieces * _BLOCK[bits]):
         raise ContractError(
@@ -30,7 +30,7 @@ def check(
             do="Pad it with zeros.",
         )
     count = rows * pieces * _native.message_bytes(tensor.numel() // pieces, bits)
-    _check.flat(op, name, messages, (torch.uint8,), tensor.device, count)
+    _check.check_flat_tensor(op, name, messages, (torch.uint8,), tensor.device, count)
     if messages.data_ptr() % _START:
         raise ContractError(
             f"{op}: {name}",

@@ -45,13 +45,20 @@ def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", see
             "cast: rounding", expected=f"one of {', '.join(_ROUNDINGS)}", got=repr(rounding), do="Name one of these."
         )
     nearest = rounding == "nearest"
-    _check.flat("cast", "src", src, _check.FLOATS if nearest else (torch.float32,))
-    _check.flat("cast", "dst", dst, _TARGETS[rounding], src.device, src.numel())
-    _check.integer("cast", "seed", seed, 0, 2**64 - 1)
-    _check.integer("cast", "offset", offset, 0, 2**63 - 1 - src.numel())
+    _check.check_flat_tensor("cast", "src", src, _check.FLOATS if nearest else (torch.float32,))
+    _check.check_flat_tensor("cast", "dst", dst, _TARGETS[rounding], src.device, src.numel())
+    _check.check_integer("cast", "seed", seed, 0, 2**64 - 1)
+    _check.check_integer("cast", "offset", offset, 0, 2**63 - 1 - src.numel())
     if not (rounding == "tf32" and src.data_ptr() == dst.data_ptr()):
-        _check.disjoint("cast", [("dst", dst)], [("src", src)])
+        _check.check_disjoint("cast", [("dst", dst)], [("src", src)])
     if _native.backend() == "reference":
-        reference.cast(src, dst, rounding, seed, offset)
+        reference.reference_cast(src, dst, rounding, seed, offset)
         return
-    _native.cast(_native.view(src), _native.view(dst), _ROUNDINGS[rounding], seed, offset, _native.stream(src.device))
+    _native.cast(
+        _native.tensor_view(src),
+        _native.tensor_view(dst),
+        _ROUNDINGS[rounding],
+        seed,
+        offset,
+        _native.current_stream_handle(src.device),
+    )

@@ -36,16 +36,16 @@ def dequantize_sum(
         ContractError: wrong dtype, device, length, alignment or range, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    _check.flat("dequantize_sum", "out", out, _check.FLOATS)
-    _wire.check("dequantize_sum", "messages", messages, ("out", out), bits, rows, pieces)
+    _check.check_flat_tensor("dequantize_sum", "out", out, _check.FLOATS)
+    _wire.check_messages("dequantize_sum", "messages", messages, ("out", out), bits, rows, pieces)
     if type(accumulate) is not bool:
         raise ContractError(
             "dequantize_sum: accumulate", expected="True or False", got=repr(accumulate), do="Pass one of these."
         )
-    _check.disjoint("dequantize_sum", [("out", out)], [("messages", messages)])
+    _check.check_disjoint("dequantize_sum", [("out", out)], [("messages", messages)])
     if _native.backend() == "reference":
-        reference.dequantize_sum(messages, out, bits, rows, pieces, accumulate)
+        reference.reference_dequantize_sum(messages, out, bits, rows, pieces, accumulate)
         return
-    view = _native.view
-    stream = _native.stream(out.device)
+    view = _native.tensor_view
+    stream = _native.current_stream_handle(out.device)
     _native.dequantize_sum(view(messages), view(out), rows, pieces, bits, accumulate, stream)

@@ -14,12 +14,12 @@ import torch
 
 from npuzero import _native
 from npuzero.ops import _flat
-from npuzero.ops._flat import Rule, SomeTensors, Tensors, float32
+from npuzero.ops._flat import Rule, SomeTensors, Tensors, round_to_float32
 from npuzero.ops.reference import flat_adam as reference
 
 
 @dataclass(frozen=True)
-class Segment:
+class AdamSegment:
     """Describe a range [begin, end) of the line, in elements, and its update; names as in torch.optim.Adam.
 
     `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. Without
@@ -56,7 +56,7 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
     exp_avg: Tensors,
     exp_avg_sq: Tensors,
     grad: Tensors,
-    segments: Iterable[Segment],
+    segments: Iterable[AdamSegment],
     *,
     low: SomeTensors = None,
     remainder: SomeTensors = None,
@@ -94,11 +94,11 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    line = Line(master, exp_avg, exp_avg_sq, low=low, remainder=remainder, max_exp_avg_sq=max_exp_avg_sq, seed=seed)
+    line = AdamLine(master, exp_avg, exp_avg_sq, low=low, remainder=remainder, max_exp_avg_sq=max_exp_avg_sq, seed=seed)
     line.update(grad, segments, grad_scale, skip, dynamic)
 
 
-def coefficients(segment: Segment) -> reference.AdamCoefficients:
+def adam_coefficients(segment: AdamSegment) -> reference.AdamCoefficients:
     """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
@@ -107,12 +107,17 @@ def coefficients(segment: Segment) -> reference.AdamCoefficients:
         1 - beta**segment.step if segment.bias_correction else 1.0 for beta in (segment.beta1, segment.beta2)
     )
     return reference.AdamCoefficients(
-        *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
-        eps=float32(segment.eps),
-        weight_decay=float32(segment.weight_decay),
-        decay=float32(1 - segment.lr * segment.weight_decay) if segment.decoupled and decays else 1.0,
-        step_size=float32(segment.lr / bias1),
-        bias2_sqrt=float32(math.sqrt(bias2)),
+        *(
+            round_to_float32(segment.beta1),
+            round_to_float32(1 - segment.beta1),
+            round_to_float32(segment.beta2),
+            round_to_float32(1 - segment.beta2),
+        ),
+        eps=round_to_float32(segment.eps),
+        weight_decay=round_to_float32(segment.weight_decay),
+        decay=round_to_float32(1 - segment.lr * segment.weight_decay) if segment.decoupled and decays else 1.0,
+        step_size=round_to_float32(segment.lr / bias1),
+        bias2_sqrt=round_to_float32(math.sqrt(bias2)),
         l2=decays and not segment.decoupled,
         maximize=segment.maximize,
         amsgrad=segment.amsgrad,
@@ -121,14 +126,14 @@ def coefficients(segment: Segment) -> reference.AdamCoefficients:
     )
 
 
-class Line(_flat.Line[Segment]):
+class AdamLine(_flat.UpdateLine[AdamSegment]):
     """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_adam`'s."""
 
     op = "flat_adam"
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     least_moments = 2
     dynamic = DYNAMIC
-    coefficients = staticmethod(coefficients)
+    coefficients = staticmethod(adam_coefficients)
     hyper = (
         *("lr", "beta1", "beta2", "eps", "weight_decay", "step", "decoupled", "maximize", "amsgrad", "row"),
         "bias_correction",
@@ -160,10 +165,10 @@ class Line(_flat.Line[Segment]):
         """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
         return self._is_of((master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder or (None,) * len(low)))
 
-    def _rules(self, segment: Segment) -> Sequence[Rule]:
+    def _rules(self, segment: AdamSegment) -> Sequence[Rule]:
         return (("eps", math.isfinite(segment.eps) and segment.eps >= 0, "finite and not negative"),)
 
-    def _all_moments(self, segment: Segment) -> str:
+    def _all_moments(self, segment: AdamSegment) -> str:
         return "amsgrad" if segment.amsgrad else ""
 
     @staticmethod
@@ -172,4 +177,4 @@ class Line(_flat.Line[Segment]):
 
     @staticmethod
     def _run_reference(*arguments: Any) -> None:
-        reference.flat_adam(*arguments)
+        reference.reference_flat_adam(*arguments)

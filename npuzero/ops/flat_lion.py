@@ -13,17 +13,17 @@ import torch
 
 from npuzero import _native
 from npuzero.ops import _flat
-from npuzero.ops._flat import SomeTensors, Tensors, float32
+from npuzero.ops._flat import SomeTensors, Tensors, round_to_float32
 from npuzero.ops.reference import flat_lion as reference
 
 
 @dataclass(frozen=True)
-class Segment:
+class LionSegment:
     """Describe a range [begin, end) of the line, in elements, and how it is updated.
 
     `step` counts from 1 and already includes this update; random bits depend on it, and nothing else. `row`: the row of
     `dynamic` that has the coefficients of lr and step, which are then not looked at. `stream` and `place` are those of
-    :class:`npuzero.ops.Segment`.
+    :class:`npuzero.ops.AdamSegment`.
     """
 
     begin: int
@@ -47,7 +47,7 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
     master: Tensors,
     exp_avg: Tensors,
     grad: Tensors,
-    segments: Iterable[Segment],
+    segments: Iterable[LionSegment],
     *,
     low: SomeTensors = None,
     remainder: SomeTensors = None,
@@ -77,31 +77,36 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    Line(master, exp_avg, low=low, remainder=remainder, seed=seed).update(grad, segments, grad_scale, skip, dynamic)
+    LionLine(master, exp_avg, low=low, remainder=remainder, seed=seed).update(grad, segments, grad_scale, skip, dynamic)
 
 
-def coefficients(segment: Segment) -> reference.LionCoefficients:
+def lion_coefficients(segment: LionSegment) -> reference.LionCoefficients:
     """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
     return reference.LionCoefficients(
-        *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
-        decay=float32(1 - segment.lr * segment.weight_decay),
-        step_size=float32(segment.lr),
+        *(
+            round_to_float32(segment.beta1),
+            round_to_float32(1 - segment.beta1),
+            round_to_float32(segment.beta2),
+            round_to_float32(1 - segment.beta2),
+        ),
+        decay=round_to_float32(1 - segment.lr * segment.weight_decay),
+        step_size=round_to_float32(segment.lr),
         maximize=segment.maximize,
         step=segment.step % 2**32,
         row=-1 if segment.row is None else segment.row,
     )
 
 
-class Line(_flat.Line[Segment]):
+class LionLine(_flat.UpdateLine[LionSegment]):
     """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_lion`'s."""
 
     op = "flat_lion"
     moments = ("exp_avg",)
     least_moments = 1
     dynamic = DYNAMIC
-    coefficients = staticmethod(coefficients)
+    coefficients = staticmethod(lion_coefficients)
     hyper = ("lr", "beta1", "beta2", "weight_decay", "step", "maximize", "row")
 
     def __init__(
@@ -132,4 +137,4 @@ class Line(_flat.Line[Segment]):
 
     @staticmethod
     def _run_reference(*arguments: Any) -> None:
-        reference.flat_lion(*arguments)
+        reference.reference_flat_lion(*arguments)

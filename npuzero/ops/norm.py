@@ -29,15 +29,15 @@ def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = No
         ContractError: wrong dtype, device, shape, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    _check.flat("norm", "x", x, _check.FLOATS if addend is None else (torch.float32,))
-    _check.flat("norm", "out", out, (torch.float64,), x.device, 2)
+    _check.check_flat_tensor("norm", "x", x, _check.FLOATS if addend is None else (torch.float32,))
+    _check.check_flat_tensor("norm", "out", out, (torch.float64,), x.device, 2)
     written, read = [("out", out)], [("x", x)]
     if addend is not None:
-        _check.flat("norm", "addend", addend, _check.FLOATS, x.device, x.numel())
+        _check.check_flat_tensor("norm", "addend", addend, _check.FLOATS, x.device, x.numel())
         written, read = [("out", out), ("x", x)], [("addend", addend)]
     if not isinstance(scale, (int, float)):
         raise ContractError("norm: scale", expected="a number", got=type(scale).__name__, do="Pass a float.")
-    _check.disjoint("norm", written, read)
+    _check.check_disjoint("norm", written, read)
     norm_unchecked(x, out, addend=addend, scale=scale)
 
 
@@ -46,11 +46,13 @@ def norm_unchecked(
 ) -> None:
     """Do as `norm` does, for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
-        reference.norm(x, out, addend, scale)
+        reference.reference_norm(x, out, addend, scale)
         return
     blocks = -(-x.numel() // _native.NORM_BLOCK)
     workspace = torch.empty(2 * blocks, dtype=torch.float64, device=x.device)
-    view = _native.view
+    view = _native.tensor_view
     _native.norm(
-        *(view(x), view(out), view(workspace), _native.optional_view(addend)), float(scale), _native.stream(x.device)
+        *(view(x), view(out), view(workspace), _native.optional_view(addend)),
+        float(scale),
+        _native.current_stream_handle(x.device),
     )

@@ -41,11 +41,11 @@ def pack(
         ContractError: wrong dtype, device or length, a range outside the wire, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    spans = _spans("pack", tensors, offsets, wire)
-    _check_scale("pack", scale, wire.device, [("wire", wire)])
+    spans = _check_wire_spans("pack", tensors, offsets, wire)
+    _check_pack_scale("pack", scale, wire.device, [("wire", wire)])
     size = wire.element_size()
     begins, sizes = [at for _, at, _ in spans], [count * size for _, _, count in spans]
-    _check.apart("pack", begins, sizes, len(spans), "offsets[{}]".format)
+    _check.check_address_ranges("pack", begins, sizes, len(spans), "offsets[{}]".format)
     pack_unchecked(tensors, offsets, wire, scale=scale, accumulate=accumulate)
 
 
@@ -59,7 +59,7 @@ def pack_unchecked(
 ) -> None:
     """Do as `pack` does, for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
-        reference.pack(tensors, _ranges(tensors, offsets, wire), scale, accumulate)
+        reference.reference_pack(tensors, _wire_ranges(tensors, offsets, wire), scale, accumulate)
         return
     dtypes, begin, size = _native.DTYPES, wire.data_ptr(), wire.element_size()
     kind = dtypes[wire.dtype]
@@ -67,7 +67,7 @@ def pack_unchecked(
         (tensor.data_ptr(), begin + offset * size, tensor.numel(), dtypes[tensor.dtype], kind)
         for tensor, offset in zip(tensors, offsets, strict=True)
     ]
-    _run(parts, wire.device, scale, accumulate)
+    _launch_pack(parts, wire.device, scale, accumulate)
 
 
 def unpack(
@@ -83,33 +83,33 @@ def unpack(
 
     The tensors are written and share no memory; the ranges of the wire are read and may overlap.
     """
-    spans = _spans("unpack", tensors, offsets, wire)
-    _check_scale("unpack", scale, wire.device, [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)])
+    spans = _check_wire_spans("unpack", tensors, offsets, wire)
+    _check_pack_scale("unpack", scale, wire.device, [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)])
     begins, sizes = [at for at, _, _ in spans], [tensor.nbytes for tensor in tensors]
-    _check.apart("unpack", begins, sizes, len(spans), "tensors[{}]".format)
+    _check.check_address_ranges("unpack", begins, sizes, len(spans), "tensors[{}]".format)
     if _native.backend() == "reference":
-        reference.pack(_ranges(tensors, offsets, wire), tensors, scale, accumulate)
+        reference.reference_pack(_wire_ranges(tensors, offsets, wire), tensors, scale, accumulate)
         return
     kind = _native.DTYPES[wire.dtype]
     parts = [
         (at, tensor, count, kind, _native.DTYPES[target.dtype])
         for (tensor, at, count), target in zip(spans, tensors, strict=True)
     ]
-    _run(parts, wire.device, scale, accumulate)
+    _launch_pack(parts, wire.device, scale, accumulate)
 
 
-def _spans(
+def _check_wire_spans(
     op: str, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor
 ) -> list[tuple[int, int, int]]:
     """Return for each tensor its address, the address of its range in the wire, and its elements; all of it checked."""
-    _check.flat(op, "wire", wire, _check.FLOATS)
+    _check.check_flat_tensor(op, "wire", wire, _check.FLOATS)
     if len(tensors) != len(offsets):
         raise ContractError(
             f"{op}: offsets", expected=f"{len(tensors)}, one per tensor", got=str(len(offsets)), do="Pair them."
         )
     device, length, size, begin = wire.device, wire.numel(), wire.element_size(), wire.data_ptr()
     end = begin + length * size
-    _check.line(op, "tensors", tensors, _check.FLOATS, device)
+    _check.check_tensor_line(op, "tensors", tensors, _check.FLOATS, device)
     spans: list[tuple[int, int, int]] = []
     for tensor, offset in zip(tensors, offsets, strict=True):
         count, address = tensor.numel(), tensor.data_ptr()
@@ -131,21 +131,23 @@ def _spans(
     return spans
 
 
-def _check_scale(op: str, scale: _Scale, device: torch.device, written: list[tuple[str, torch.Tensor]]) -> None:
+def _check_pack_scale(op: str, scale: _Scale, device: torch.device, written: list[tuple[str, torch.Tensor]]) -> None:
     if isinstance(scale, torch.Tensor):
-        _check.flat(op, "scale", scale, (torch.float32,), device, 1)
-        _check.disjoint(op, written, [("scale", scale)])
+        _check.check_flat_tensor(op, "scale", scale, (torch.float32,), device, 1)
+        _check.check_disjoint(op, written, [("scale", scale)])
     elif scale is not None and not isinstance(scale, (int, float)):
         raise ContractError(
             f"{op}: scale", expected="a number, float32[1] or None", got=type(scale).__name__, do="Pass one of these."
         )
 
 
-def _ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor) -> list[torch.Tensor]:
+def _wire_ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor) -> list[torch.Tensor]:
     return [wire[offset : offset + tensor.numel()] for tensor, offset in zip(tensors, offsets, strict=True)]
 
 
-def _run(parts: list[tuple[int, int, int, int, int]], device: torch.device, scale: _Scale, accumulate: bool) -> None:
+def _launch_pack(
+    parts: list[tuple[int, int, int, int, int]], device: torch.device, scale: _Scale, accumulate: bool
+) -> None:
     """Launch for parts of: source address, target address, elements, source dtype, target dtype."""
     scale_at = scale if isinstance(scale, torch.Tensor) else None
     factor = float(scale) if isinstance(scale, (int, float)) else 1.0
@@ -156,5 +158,5 @@ def _run(parts: list[tuple[int, int, int, int, int]], device: torch.device, scal
         scale is not None,
         accumulate,
         _native.device_kind(device),
-        _native.stream(device),
+        _native.current_stream_handle(device),
     )

@@ -37,17 +37,20 @@ def quantize(
         ContractError: wrong dtype, device, length, alignment or range, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    _check.flat("quantize", "source", source, _check.FLOATS)
-    _wire.check("quantize", "message", message, ("source", source), bits, 1, pieces)
+    _check.check_flat_tensor("quantize", "source", source, _check.FLOATS)
+    _wire.check_messages("quantize", "message", message, ("source", source), bits, 1, pieces)
     written = [("message", message)]
     if residual is not None:
-        _check.flat("quantize", "residual", residual, (torch.float32,), source.device, source.numel())
+        _check.check_flat_tensor("quantize", "residual", residual, (torch.float32,), source.device, source.numel())
         written.append(("residual", residual))
-    _check.disjoint("quantize", written, [("source", source)])
+    _check.check_disjoint("quantize", written, [("source", source)])
     if _native.backend() == "reference":
-        reference.quantize(source, message, bits, pieces, residual)
+        reference.reference_quantize(source, message, bits, pieces, residual)
         return
-    view = _native.view
+    view = _native.tensor_view
     _native.quantize(
-        *(view(source), view(message), _native.optional_view(residual)), pieces, bits, _native.stream(source.device)
+        *(view(source), view(message), _native.optional_view(residual)),
+        pieces,
+        bits,
+        _native.current_stream_handle(source.device),
     )

@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.config import describe
-from npuzero.errors import ConfigError, keywords
-from npuzero.optim.fused import Fused
+from npuzero.config import describe_value
+from npuzero.errors import ConfigError, refuse_unknown_keywords
+from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import ZeroOptimizer
-from npuzero.optim.rule import Options, Range, Rule
-from npuzero.optim.segments import column
+from npuzero.optim.rule import Options, ParameterRange, UpdateRule
+from npuzero.optim.segments import stack_float64
 
 # As torch has them: a program may put this module's in their place.
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 
 
 @final
-class AdamRule(Rule):
+class AdamRule(UpdateRule):
     """Update as Adam does, by ``ops.flat_adam``.
 
     Args:
         optimizer_class: torch's, which checks options.
         bias_correction: False takes moments as they are. What torch has not is an option of groups only where it says
             something else: groups are torch's otherwise.
-        always: see :class:`Rule`.
+        always: see :class:`UpdateRule`.
     """
 
     moments: ClassVar = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-    line = ops.Line
+    line = ops.AdamLine
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], bias_correction: bool, **always: Any) -> None:
         self.alike = f"torch.optim.{optimizer_class.__name__}"
@@ -51,7 +51,7 @@ class AdamRule(Rule):
                 expected=f"{self._corrects}, which the optimizer was told for all of its groups"
                 if isinstance(said, bool)
                 else "True or False",
-                got=describe(said),
+                got=describe_value(said),
                 do="Say it to the optimizer; parameters that want another get an optimizer of their own.",
             )
         return {**self._class([torch.zeros(1)], **mine).defaults, **self.always}
@@ -59,10 +59,10 @@ class AdamRule(Rule):
     def kept(self, options: Mapping[str, Any]) -> Sequence[str]:
         return list(self.moments)[: 3 if options["amsgrad"] else 2]
 
-    def segment(self, first: Range, last: Range) -> ops.Segment:
+    def segment(self, first: ParameterRange, last: ParameterRange) -> ops.AdamSegment:
         options = last.options
         beta1, beta2 = options["betas"]
-        return ops.Segment(
+        return ops.AdamSegment(
             first.begin,
             last.end,
             float(options["lr"]) if last.row is None else 0.0,
@@ -103,23 +103,23 @@ def dynamic_rows(
         steps: of each row the step count, this update included; a number or a tensor.
         bias_correction: whether moments are divided by what they lack yet.
     """
-    lr = column([o["lr"] for o in options], device)
-    beta1, beta2 = (column([o["betas"][i] for o in options], device) for i in (0, 1))
-    decay = column([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
-    count = column(steps, device)
+    lr = stack_float64([o["lr"] for o in options], device)
+    beta1, beta2 = (stack_float64([o["betas"][i] for o in options], device) for i in (0, 1))
+    decay = stack_float64([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
+    count = stack_float64(steps, device)
     bias1, bias2 = (1 - beta**count if bias_correction else torch.ones_like(count) for beta in (beta1, beta2))
     return torch.stack([lr / bias1, bias2.sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
-def _adam(bias_correction: bool) -> AdamRule:
+def _make_adam_rule(bias_correction: bool) -> AdamRule:
     return AdamRule(_ADAM, bias_correction)
 
 
-def _adamw(bias_correction: bool) -> AdamRule:
+def _make_adamw_rule(bias_correction: bool) -> AdamRule:
     return AdamRule(_ADAMW, bias_correction, decoupled_weight_decay=True)
 
 
-@keywords(learning_rate="lr")
+@refuse_unknown_keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
     :class:`AdamW`. Its weight decay is L2's, added to the gradient, as that of DeepSpeed's ``adam_w_mode: false``.
@@ -166,10 +166,10 @@ class Adam(ZeroOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
         }
-        self._open(Fused(_adam(bias_correction), masters, moments, seed, early), params, options)
+        self._open(FusedWorker(_make_adam_rule(bias_correction), masters, moments, seed, early), params, options)
 
 
-@keywords(learning_rate="lr")
+@refuse_unknown_keywords(learning_rate="lr")
 class AdamW(Adam):
     """Replace ``torch.optim.AdamW``: one launch for all shards of a model does unscaling, update and the rounded copy.
 
@@ -253,11 +253,11 @@ class AdamW(Adam):
             "fused": fused,
             "bias_correction": bias_correction,
         }
-        self._open(Fused(_adamw(bias_correction), masters, moments, seed, early), params, options)
+        self._open(FusedWorker(_make_adamw_rule(bias_correction), masters, moments, seed, early), params, options)
 
 
 #: By a class of torch's the class here that does the same, and what makes its rule.
 FUSED: dict[type[torch.optim.Optimizer], tuple[type[ZeroOptimizer], Callable[[bool], AdamRule]]] = {
-    _ADAM: (Adam, _adam),
-    _ADAMW: (AdamW, _adamw),
+    _ADAM: (Adam, _make_adam_rule),
+    _ADAMW: (AdamW, _make_adamw_rule),
 }

@@ -8,11 +8,11 @@ from torch import Tensor
 from npuzero.errors import ConfigError
 from npuzero.plan import Memory
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.spread import copy_rounded
 
 
-class Aside:
+class HostOptimizerInputs:
     """Keep for one flat, on the host, what an optimizer of torch's class is given.
 
     Attributes:
@@ -22,7 +22,7 @@ class Aside:
         ConfigError: some of its states are to rest on a disk, or on the device; or updates are to be delayed.
     """
 
-    def __init__(self, engine: Engine, flat: Flat) -> None:
+    def __init__(self, engine: Engine, flat: FlatParameter) -> None:
         rest = flat.rests.states
         if rest.memory is not Memory.HOST or rest.near or flat.rests.parameters.memory is Memory.NVME:
             raise ConfigError(

@@ -8,30 +8,32 @@ from typing import Protocol
 
 import torch
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError
-from npuzero.shard.bank import Bank
+from npuzero.shard.bank import StateStore
 from npuzero.shard.engine import Engine
 from npuzero.shard.stream import Launch
 
-Begun = tuple[Sequence[Bank], Launch]
+Begun = tuple[Sequence[StateStore], Launch]
 
 
-class Beginner(Protocol):
-    """Update, as :class:`~npuzero.optim.worker.Worker` does, and before the step, too."""
+class EarlyWorker(Protocol):
+    """Update, as :class:`~npuzero.optim.worker.OptimizerWorker` does, and before the step, too."""
 
     def begin(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Begun | None:
         """Return the banks and the launch of an update that begins now; None where it cannot."""
 
 
-class Ahead:
+class EarlyUpdateStarter:
     """Begin updates of one model before their step. It keeps neither optimizer nor model alive.
 
     Args:
         passes: backward passes of a step, if the user has said how many.
     """
 
-    def __init__(self, worker: Beginner, optimizer: torch.optim.Optimizer, engine: Engine, passes: int | None) -> None:
+    def __init__(
+        self, worker: EarlyWorker, optimizer: torch.optim.Optimizer, engine: Engine, passes: int | None
+    ) -> None:
         self.passes = passes
         self._worker = weakref.ref(worker)
         self._optimizer = weakref.ref(optimizer)
@@ -54,7 +56,7 @@ class Ahead:
         return worker.begin(optimizer, engine)
 
 
-def checked(early: bool | int) -> bool | int:
+def check_early(early: bool | int) -> bool | int:
     """Return ``early``, an option of a fused optimizer.
 
     Raises:
@@ -64,7 +66,7 @@ def checked(early: bool | int) -> bool | int:
         raise ConfigError(
             "early",
             expected="True or False, or how many backward passes a step has, 1 or more",
-            got=describe(early),
+            got=describe_value(early),
             do="Give early=True to have updates begin inside the last backward pass of a step.",
         )
     return early

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.optim import states
-from npuzero.optim.early import Ahead, Begun, checked
+from npuzero.optim.early import Begun, EarlyUpdateStarter, check_early
 from npuzero.optim.moments import MOMENT_DTYPES
-from npuzero.optim.plain import Member, Plain
-from npuzero.optim.rule import Options, Rule
-from npuzero.optim.shards import Members, Shards
-from npuzero.optim.worker import Worker, refuse_differentiable
+from npuzero.optim.plain import NumberedParameter, PlainParameterWorker
+from npuzero.optim.rule import Options, UpdateRule
+from npuzero.optim.shards import Members, ShardedParameterWorker
+from npuzero.optim.worker import OptimizerWorker, refuse_differentiable
 from npuzero.plan import DTYPES, MASTERS
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
-from npuzero.shard.find_engine import owners
-from npuzero.shard.flat import Flat
-from npuzero.shard.snapshot import Later, Snapshot
+from npuzero.shard.find_engine import split_by_engine
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.snapshot import Later, StateSnapshot
 
 
-class Fused(Worker):
+class FusedWorker(OptimizerWorker):
     """Have a fused rule update.
 
     Args:
@@ -36,7 +36,7 @@ class Fused(Worker):
     """
 
     def __init__(
-        self, rule: Rule, masters: str | None, moments: str | None, seed: int, early: bool | int = False
+        self, rule: UpdateRule, masters: str | None, moments: str | None, seed: int, early: bool | int = False
     ) -> None:
         _check_choice("masters", masters, MASTERS)
         _check_choice("moments", moments, MOMENT_DTYPES)
@@ -48,13 +48,13 @@ class Fused(Worker):
         self.constants: Words = {"seed": seed}
         self._rule = rule
         self._chosen = {"masters": masters, "moments": moments}
-        self._early = checked(early)
+        self._early = check_early(early)
         self._begin()
 
     def _begin(self) -> None:
         """Forget what is counted, kept and remembered from step to step."""
-        self._shards = Shards(self._rule, self._chosen, self.constants["seed"])
-        self._plain = Plain(self._rule, **self._chosen, seed=self.constants["seed"])
+        self._shards = ShardedParameterWorker(self._rule, self._chosen, self.constants["seed"])
+        self._plain = PlainParameterWorker(self._rule, **self._chosen, seed=self.constants["seed"])
 
     def __getstate__(self) -> Options:
         """Leave states out: those of plain parameters are the optimizer's, and there are no copies of sharded ones."""
@@ -89,24 +89,24 @@ class Fused(Worker):
                 do="Give numbers; lr may be a tensor on the device.",
             )
 
-    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Ahead | None:
+    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> EarlyUpdateStarter | None:
         if not self._early:
             return None
-        return Ahead(self, optimizer, engine, None if self._early is True else self._early)
+        return EarlyUpdateStarter(self, optimizer, engine, None if self._early is True else self._early)
 
     def begin(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Begun | None:
         """Begin an update of a model inside backward; None where it cannot, and goes with its step."""
-        return self._shards.begin(optimizer, engine, _members(optimizer))
+        return self._shards.begin(optimizer, engine, _number_members(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         groups = optimizer.param_groups
         for group in groups:
             group.update(self._rule.always)
-        members = _members(optimizer)
-        plain = owners(itertools.chain.from_iterable(group["params"] for group in groups))[1]
+        members = _number_members(optimizer)
+        plain = split_by_engine(itertools.chain.from_iterable(group["params"] for group in groups))[1]
         self._plain.update(
             optimizer.state,
-            [Member(*members[id(parameter)], parameter) for parameter in plain],
+            [NumberedParameter(*members[id(parameter)], parameter) for parameter in plain],
             # A scaler leaves these two here.
             getattr(optimizer, "grad_scale", None),
             getattr(optimizer, "found_inf", None),
@@ -123,17 +123,17 @@ class Fused(Worker):
         return ("step", *self._shards.kept(groups))
 
     def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
-        states.check_names("optimizer state", dict.fromkeys(saved), needs := self.state_names(groups))
+        states.check_state_names("optimizer state", dict.fromkeys(saved), needs := self.state_names(groups))
         return needs
 
-    def slot_state(self, flat: Flat, i: int) -> Options:
+    def slot_state(self, flat: FlatParameter, i: int) -> Options:
         return self._shards.slot_state(flat, i)
 
-    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+    def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
         return self._shards.later(flat, name, own, snapshot)
 
     def restore(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: FlatParameter, i: int, state: Mapping[str, Any]
     ) -> None:
         own = flat.own_slots[i]
         for name in self._shards.restore_steps(optimizer, engine, flat, {i: state}):
@@ -143,12 +143,12 @@ class Fused(Worker):
         self,
         optimizer: torch.optim.Optimizer,
         engine: Engine,
-        flat: Flat,
+        flat: FlatParameter,
         slots: Sequence[Mapping[str, float | None]],
     ) -> Collection[str]:
         return self._shards.restore_steps(optimizer, engine, flat, dict(enumerate(slots)))
 
-    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         self._shards.write(flat, name, own, values)
 
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
@@ -165,8 +165,10 @@ class Fused(Worker):
                 self._plain.count_on_device(parameter, mine)
 
 
-def _members(optimizer: torch.optim.Optimizer) -> Members:
-    return {id(p): (number, group) for number, (group, p) in enumerate(states.members(optimizer.param_groups))}
+def _number_members(optimizer: torch.optim.Optimizer) -> Members:
+    return {
+        id(p): (number, group) for number, (group, p) in enumerate(states.numbered_parameters(optimizer.param_groups))
+    }
 
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from npuzero.optim.rule import Options, Range, Rule
-from npuzero.optim.segments import moved, segments, within
-from npuzero.shard.flat import Flat
+from npuzero.optim.rule import Options, ParameterRange, UpdateRule
+from npuzero.optim.segments import build_segments, ranges_within, shift_ranges
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.spread import copy_rounded
-from npuzero.shard.stream import Numbers, Staged
+from npuzero.shard.stream import StagedChunk, UpdateScalars
 
 
-class FarLaunch:
+class OffloadedLaunch:
     """Update chunk after chunk of one step, on the stream's lane.
 
     Args:
@@ -22,25 +22,27 @@ class FarLaunch:
         moments: the names of all that the rule may have.
     """
 
-    def __init__(self, rule: Rule, seed: int, ranges: Mapping[Flat, list[Range]], moments: Sequence[str]) -> None:
+    def __init__(
+        self, rule: UpdateRule, seed: int, ranges: Mapping[FlatParameter, list[ParameterRange]], moments: Sequence[str]
+    ) -> None:
         self._rule = rule
         self._seed = seed
         # What the program may change before the update is done, as schedulers of lr do.
         options: dict[int, Options] = {}
         for part in (part for parts in ranges.values() for part in parts):
             if id(part.options) not in options:
-                options[id(part.options)] = _copied(part.options)
+                options[id(part.options)] = _copy_options(part.options)
         self._ranges = {
             flat: [part._replace(options=options[id(part.options)]) for part in parts] for flat, parts in ranges.items()
         }
         self._moments = moments
 
-    def agrees(self, ranges: Mapping[Flat, list[Range]], flat: Flat) -> bool:
+    def agrees(self, ranges: Mapping[FlatParameter, list[ParameterRange]], flat: FlatParameter) -> bool:
         """Tell whether the ranges of ``flat``, and their options, are still those that this was made with."""
-        now = [part._replace(options=_copied(part.options)) for part in ranges.get(flat, ())]
+        now = [part._replace(options=_copy_options(part.options)) for part in ranges.get(flat, ())]
         return now == self._ranges[flat]
 
-    def __call__(self, staged: Sequence[Staged], numbers: Numbers) -> None:
+    def __call__(self, staged: Sequence[StagedChunk], numbers: UpdateScalars) -> None:
         """Update pieces, which are laid end to end."""
         line = self._rule.line(
             master=[each.master for each in staged],
@@ -49,26 +51,26 @@ class FarLaunch:
             remainder=[each.states.get("remainder") for each in staged],
             seed=self._seed,
         )
-        chunk: list[Range] = []
+        chunk: list[ParameterRange] = []
         start = 0
         for each in staged:
             begin, end = each.piece.begin, each.piece.end
-            mine = within(self._ranges[each.piece.flat], begin, end)
+            mine = ranges_within(self._ranges[each.piece.flat], begin, end)
             if each.low is not None:
-                _fill(each.low, each.master, mine, begin)
-            chunk += moved(mine, start - begin)
+                _round_outside_ranges(each.low, each.master, mine, begin)
+            chunk += shift_ranges(mine, start - begin)
             start += end - begin
         gradients = [each.gradient for each in staged]
-        line.update(gradients, segments(self._rule, chunk), numbers.scale, numbers.skip, numbers.dynamic)
+        line.update(gradients, build_segments(self._rule, chunk), numbers.scale, numbers.skip, numbers.dynamic)
 
 
-def _copied(options: Mapping[str, Any]) -> Options:
+def _copy_options(options: Mapping[str, Any]) -> Options:
     """Return a group's options, but for its parameters, as they are now."""
     here = {key: value for key, value in options.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in here.items()}
 
 
-def _fill(low: Tensor, master: Tensor, ranges: Sequence[Range], shift: int) -> None:
+def _round_outside_ranges(low: Tensor, master: Tensor, ranges: Sequence[ParameterRange], shift: int) -> None:
     """Round masters outside of ``ranges``, where the rule writes nothing, into ``low``: that is what lies there."""
     last = 0
     for begin, end in [*((part.begin - shift, part.end - shift) for part in ranges), (low.numel(), 0)]:

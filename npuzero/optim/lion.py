@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.errors import ConfigError, keywords
-from npuzero.optim.fused import Fused
+from npuzero.errors import ConfigError, refuse_unknown_keywords
+from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import ZeroOptimizer
-from npuzero.optim.rule import Options, Range, Rule
-from npuzero.optim.segments import column
+from npuzero.optim.rule import Options, ParameterRange, UpdateRule
+from npuzero.optim.segments import stack_float64
 
 
 @final
-class LionRule(Rule):
+class LionRule(UpdateRule):
     """Update as Lion does, by ``ops.flat_lion``."""
 
     alike = "an optimizer for them"  # torch has no Lion
@@ -46,7 +46,7 @@ class LionRule(Rule):
     def kept(self, options: Mapping[str, Any]) -> Sequence[str]:
         return list(self.moments)
 
-    def segment(self, first: Range, last: Range) -> ops.LionSegment:
+    def segment(self, first: ParameterRange, last: ParameterRange) -> ops.LionSegment:
         options = last.options
         beta1, beta2 = options["betas"]
         return ops.LionSegment(
@@ -69,12 +69,12 @@ class LionRule(Rule):
     def rows(
         self, options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device
     ) -> Tensor:
-        lr = column([o["lr"] for o in options], device)
-        decay = column([o["weight_decay"] for o in options], device)
-        return torch.stack([lr, 1 - lr * decay, column(steps, device)], dim=1).float()
+        lr = stack_float64([o["lr"] for o in options], device)
+        decay = stack_float64([o["weight_decay"] for o in options], device)
+        return torch.stack([lr, 1 - lr * decay, stack_float64(steps, device)], dim=1).float()
 
 
-@keywords(learning_rate="lr")
+@refuse_unknown_keywords(learning_rate="lr")
 class Lion(ZeroOptimizer):
     """Update as Lion does: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
 
@@ -124,4 +124,4 @@ class Lion(ZeroOptimizer):
             "capturable": capturable,
             "fused": fused,
         }
-        self._open(Fused(LionRule(), masters, moments, seed, early), params, options)
+        self._open(FusedWorker(LionRule(), masters, moments, seed, early), params, options)

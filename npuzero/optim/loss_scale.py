@@ -70,7 +70,7 @@ class LossScale:
         self.skipped.add_(overflow)
 
 
-class KeptScale:
+class DeferredLossScale:
     """Keep a loss scale from before the first loss, whose device nobody knows, through pickles without tensors.
 
     Attributes:

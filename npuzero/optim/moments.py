@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from npuzero.plan import MOMENT_BLOCK
-from npuzero.shard.snapshot import Later, Snapshot
-from npuzero.shard.spread import Spread
+from npuzero.shard.snapshot import Later, StateSnapshot
+from npuzero.shard.spread import TieredTensor
 
 #: In which dtype a moment is stored, by the name that a precision gives it.
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
-class Moments:
+class ShardMoments:
     """Hold the moments of one flat's shard.
 
     Args:
@@ -24,7 +24,9 @@ class Moments:
         spreads: by name, all of it, wherever it lies.
     """
 
-    def __init__(self, signs: Mapping[str, bool], near: Mapping[str, Tensor], spreads: Mapping[str, Spread]) -> None:
+    def __init__(
+        self, signs: Mapping[str, bool], near: Mapping[str, Tensor], spreads: Mapping[str, TieredTensor]
+    ) -> None:
         self._signs = signs
         self._spreads = spreads
         self.near = near
@@ -35,7 +37,7 @@ class Moments:
     def __iter__(self) -> Iterator[str]:
         return iter(self._signs)
 
-    def later(self, name: str, own: slice, snapshot: Snapshot) -> Later:
+    def later(self, name: str, own: slice, snapshot: StateSnapshot) -> Later:
         """Return a range as it is now, for later: as float32, maybe a copy."""
         first = own.start // MOMENT_BLOCK * MOMENT_BLOCK
         blocks = self._spreads[name].later(slice(first, own.stop), snapshot, signed=self._signs[name])

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
-from npuzero.comm.calls import collective
-from npuzero.config import strict_word
+from npuzero.comm.calls import collective_call
+from npuzero.config import explain_strict_refusal
 from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
 from npuzero.optim import states
 from npuzero.optim.rule import Options
-from npuzero.optim.terms import Terms
-from npuzero.optim.worker import Worker
-from npuzero.optim.wrapped import Wrapped
+from npuzero.optim.terms import VoteTerms
+from npuzero.optim.worker import OptimizerWorker
+from npuzero.optim.wrapped import TorchOptimizerWorker
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
-from npuzero.shard.find_engine import engine_behind, owners
-from npuzero.shard.flat import Flat
+from npuzero.shard.find_engine import engine_behind, split_by_engine
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.lag import LAGGING
-from npuzero.shard.ownership import uncopied
-from npuzero.shard.snapshot import Later, Snapshot
+from npuzero.shard.ownership import refused_copy_error
+from npuzero.shard.snapshot import Later, StateSnapshot
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -60,18 +60,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 got=f"{optimizer_class.__name__}, which works over shards itself",
                 do=f"Use npuzero.{optimizer_class.__name__}(params, ...).",
             )
-        self._open(Wrapped(optimizer_class, defaults), params, defaults)
+        self._open(TorchOptimizerWorker(optimizer_class, defaults), params, defaults)
 
-    def _open(self, worker: Worker, params: Any, options: Options) -> None:
+    def _open(self, worker: OptimizerWorker, params: Any, options: Options) -> None:
         """End a constructor: ``worker`` has the parameters from now on."""
         self._worker = worker
-        self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
+        self._terms: weakref.WeakKeyDictionary[Engine, VoteTerms] = weakref.WeakKeyDictionary()
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         what = "model.parameters(), not the model" if isinstance(params, nn.Module) else f"what {worker.alike} takes"
         with _as_config_error(f"{type(self).__name__}({given})", what):
             super().__init__(params, worker.defaults(options))
-        self.state = states.ByParameter()
-        _propose(self)
+        self.state = states.PlainParameterStates()
+        _propose_rules(self)
 
     @property
     def kind(self) -> str:
@@ -83,9 +83,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return what random bits depend on, beside the groups."""
         return self._worker.constants
 
-    def _terms_for(self, engine: Engine) -> Terms:
+    def _terms_for(self, engine: Engine) -> VoteTerms:
         if engine not in self._terms:
-            self._terms[engine] = Terms(self, engine)
+            self._terms[engine] = VoteTerms(self, engine)
         return self._terms[engine]
 
     def __getstate__(self) -> Options:
@@ -95,7 +95,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             StateError: the parameters are of a sharded model, of which each rank holds a part.
         """
         if self._engines():
-            raise uncopied("copied or pickled")
+            raise refused_copy_error("copied or pickled")
         return {**super().__getstate__(), "_worker": self._worker}
 
     def __setstate__(self, state: Options) -> None:
@@ -120,7 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
-    @collective("optimizer.step")
+    @collective_call("optimizer.step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once. Collective where the model is sharded: call it on every rank.
 
@@ -161,7 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 expected="parameters of models made by npuzero.zero() only",
                 got=f"{len(plain)} others beside them, whose gradients no rank would reduce",
                 do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own."
-                + strict_word(engines[0].world.size),
+                + explain_strict_refusal(engines[0].world.size),
             )
         return engines
 
@@ -192,7 +192,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 
     @_disable_dynamo
-    @collective("optimizer.state_dict")
+    @collective_call("optimizer.state_dict")
     def state_dict(self) -> Options:
         """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
 
@@ -201,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = states.unshard(self._worker, self, self._engines(), _owners(self)[1])
+        found = states.unshard_state_dict(self._worker, self, self._engines(), _owners(self)[1])
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, found)
             found = found if replaced is None else replaced
@@ -217,19 +217,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        states.load(self._worker, self, state_dict)
+        states.load_state_dict_shards(self._worker, self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
+    def cut_state(self, flat: FlatParameter) -> list[dict[str, float | None]]:
         """Return per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
 
         The same on all ranks.
         """
-        described = [states.describe(self._worker, flat, i) for i in flat.slots]
+        described = [states.describe_slot_state(self._worker, flat, i) for i in flat.slots]
         return [{**state, LAGGING: None} if state and flat.ahead is not None else state for state in described]
 
-    def cut_buffer(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later:
+    def cut_buffer(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later:
         """Return, for later, a range of this rank's part of the tensors ``name`` of all slots, however and wherever
         they are kept: as float32, maybe a copy.
         """
@@ -241,7 +241,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return later
 
     def load_cut_state(
-        self, engine: Engine, flat: Flat, slots: Sequence[Mapping[str, float | None]]
+        self, engine: Engine, flat: FlatParameter, slots: Sequence[Mapping[str, float | None]]
     ) -> Collection[str]:
         """Begin to take what :meth:`cut_state` gave; a slot without anything loses its state.
 
@@ -253,11 +253,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for slot, state in zip(flat.layout.slots, slots, strict=True):
             if state:
-                states.check_names(slot.name, state, self.state_names())
+                states.check_state_names(slot.name, state, self.state_names())
         names = [*self._worker.restore_numbers(self, engine, flat, slots)]
         return names + [LAGGING] * engine.lag.expect(flat, slots)
 
-    def write_cut_buffer(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write_cut_buffer(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         """Take a range of what :meth:`cut_buffer` gave; it begins on a multiple of MOMENT_BLOCK elements, and ends on
         one or with the shard.
         """
@@ -285,10 +285,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _owners(optimizer: ZeroOptimizer) -> tuple[list[Engine], list[nn.Parameter]]:
     """Return the engines of the models whose parameters these are, and the plain parameters."""
-    return owners(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return split_by_engine(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _propose(optimizer: ZeroOptimizer) -> None:
+def _propose_rules(optimizer: ZeroOptimizer) -> None:
     """Tell the models whose parameters these are by which rules they will be updated."""
     for engine in _owners(optimizer)[0]:
         engine.boundary.accord.propose(optimizer._terms_for(engine))
@@ -298,7 +298,7 @@ def _propose(optimizer: ZeroOptimizer) -> None:
 
 
 def shard_in_place(
-    optimizer: torch.optim.Optimizer, worker: Worker, base: type[ZeroOptimizer] = ZeroOptimizer
+    optimizer: torch.optim.Optimizer, worker: OptimizerWorker, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> ZeroOptimizer:
     """Make ``optimizer`` update shards from now on, with the groups, defaults, hooks and attributes that it has.
 
@@ -330,10 +330,12 @@ def shard_in_place(
         vars(optimizer).pop("step", None)  # a scheduler's, which counts the steps of the class before
         optimizer._patch_step_function()
         optimizer._worker, optimizer._terms = worker, weakref.WeakKeyDictionary()
-        optimizer.state = states.ByParameter()
+        optimizer.state = states.PlainParameterStates()
         if before["state"]:
-            states.load(worker, optimizer, states.numbered(before["state"], optimizer.param_groups))
-        _propose(optimizer)
+            states.load_state_dict_shards(
+                worker, optimizer, states.pack_state_dict(before["state"], optimizer.param_groups)
+            )
+        _propose_rules(optimizer)
     except Exception:
         optimizer.__class__ = cls  # type: ignore[assignment]
         vars(optimizer).clear()
@@ -360,7 +362,7 @@ def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_capture(name: str, groups: list[Options], alike: str) -> None:
     """Raise StateError where a graph is being captured that could not be replayed."""
-    of = next((parameter.device for _, parameter in states.members(groups)), torch.device("cpu"))
+    of = next((parameter.device for _, parameter in states.numbered_parameters(groups)), torch.device("cpu"))
     if of.type not in devices.KINDS:
         return
     device = devices.get(of)

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
-from npuzero.ops.storage.lazy import settled
+from npuzero.ops.storage.lazy import materialize_lazy
 from npuzero.optim.counts import TakenSteps
 from npuzero.optim.moments import MOMENT_DTYPES
-from npuzero.optim.rule import Line, Options, Range, Rule
-from npuzero.optim.segments import Rows, segments
+from npuzero.optim.rule import Options, ParameterRange, RuleLine, UpdateRule
+from npuzero.optim.segments import CoefficientRows, build_segments
 
 States = dict[Tensor, Options]
 
 
-class Member(NamedTuple):
+class NumberedParameter(NamedTuple):
     """Name a parameter, its number in the optimizer, of which random bits depend, and its group."""
 
     number: int
@@ -29,7 +29,7 @@ class Member(NamedTuple):
     parameter: nn.Parameter
 
 
-class Plain:
+class PlainParameterWorker:
     """Hold what an optimizer knows of plain parameters beside its ``state``.
 
     That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
@@ -40,14 +40,14 @@ class Plain:
         masters, moments, seed: as for :class:`npuzero.AdamW`.
     """
 
-    def __init__(self, rule: Rule, masters: str | None, moments: str | None, seed: int) -> None:
+    def __init__(self, rule: UpdateRule, masters: str | None, moments: str | None, seed: int) -> None:
         self._rule = rule
         self._masters = masters or "fp32"
         self._moments = MOMENT_DTYPES[moments or "fp32"]
         self._seed = seed
         # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
-        self._lines: dict[torch.device, Line] = {}
+        self._lines: dict[torch.device, RuleLine] = {}
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
         # How often torch has seen parameters written, and where they lie: by id of those that have masters, as these
         # know them; and of all that were updated last.
@@ -56,7 +56,9 @@ class Plain:
         # By id the values that loaded remainders belong to, until the next update: the model may be loaded after them.
         self._loaded: dict[int, Tensor] = {}
 
-    def update(self, all_states: States, members: Sequence[Member], scale: Tensor | None, skip: Tensor | None) -> None:
+    def update(
+        self, all_states: States, members: Sequence[NumberedParameter], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
         """Take one step of those that have a gradient.
 
         Args:
@@ -72,22 +74,30 @@ class Plain:
             _check_dense(member)
         for device in {member.parameter.device for member in members}:
             here = [member for member in members if member.parameter.device == device]
-            self._update_on(device, all_states, here, _on(scale, device), _on(skip, device))
+            self._update_on(device, all_states, here, _scalar_on(scale, device), _scalar_on(skip, device))
 
     def _update_on(
-        self, device: torch.device, all_states: States, members: list[Member], scale: Tensor | None, skip: Tensor | None
+        self,
+        device: torch.device,
+        all_states: States,
+        members: list[NumberedParameter],
+        scale: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         parameters = [member.parameter for member in members]
         states = [all_states[member.parameter] or self._begin(all_states, member) for member in members]
         if self._marks:
             self._follow_all(device, parameters, states)
         counted = [member.group["capturable"] or skip is not None for member in members]
-        rows = Rows(self._rule, device)
+        rows = CoefficientRows(self._rule, device)
         steps = self._count(device, members, states, counted)
         numbers = [rows.row(member.group, step) for member, step in zip(members, steps, strict=True)]
         dynamic = rows.table()
         self._taken.take(itertools.compress(map(id, parameters), counted), skip)
-        low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
+        low = [
+            p if "master" in state and _can_write_in_place(p) else None
+            for p, state in zip(parameters, states, strict=True)
+        ]
         line = self._line_of(
             device,
             master=[state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
@@ -96,8 +106,8 @@ class Plain:
             remainder=[state.get("remainder") for state in states],
         )
         line.update(
-            [settled(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            segments(self._rule, self._ranges(members, numbers)),
+            [materialize_lazy(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            build_segments(self._rule, self._ranges(members, numbers)),
             None if scale is None else scale.double().reciprocal().float(),
             skip,
             dynamic,
@@ -107,25 +117,25 @@ class Plain:
             if "master" in state and written is None:
                 master = state["master"]
                 parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
-                self._marks[id(parameter)] = _mark(parameter)
+                self._marks[id(parameter)] = _version_and_address(parameter)
 
-    def _ranges(self, members: list[Member], numbers: list[tuple[int, int | None]]) -> list[Range]:
+    def _ranges(self, members: list[NumberedParameter], numbers: list[tuple[int, int | None]]) -> list[ParameterRange]:
         """Lay parameters end to end: a range for each run of those with one group, and one step count or row.
 
         What is rounded stochastically has one for each parameter.
         """
-        ranges: list[Range] = []
+        ranges: list[ParameterRange] = []
         begin = end = 0
         for i, ((number, group, parameter), step) in enumerate(zip(members, numbers, strict=True)):
             end += parameter.numel()
             alone = self._moments != torch.float32 or self._master_of(parameter) == "none"
             if alone or i + 1 == len(members) or members[i + 1].group is not group or numbers[i + 1] != step:
                 random = (number, 0) if alone else (0, None)
-                ranges.append(Range(begin, end, group, *step, *random))
+                ranges.append(ParameterRange(begin, end, group, *step, *random))
                 begin = end
         return ranges
 
-    def _line_of(self, device: torch.device, **buffers: Sequence[Tensor | None]) -> Line:
+    def _line_of(self, device: torch.device, **buffers: Sequence[Tensor | None]) -> RuleLine:
         """Return the last step's line where it is still theirs: to ask takes less than to make one."""
         line = self._lines.get(device)
         if line is None or not line.is_of(**buffers):
@@ -135,7 +145,7 @@ class Plain:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _count(
-        self, device: torch.device, members: list[Member], states: list[Options], counted: list[bool]
+        self, device: torch.device, members: list[NumberedParameter], states: list[Options], counted: list[bool]
     ) -> list[int | Tensor]:
         """Return for each parameter the number of this update; where the device counts, its count of those before."""
         known = [state for state, there in zip(states, counted, strict=True) if not there]
@@ -170,7 +180,7 @@ class Plain:
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, all_states: States, member: Member) -> Options:
+    def _begin(self, all_states: States, member: NumberedParameter) -> Options:
         parameter, state = member.parameter, all_states[member.parameter]
         state["step"] = torch.tensor(0.0)
         for name in self._rule.kept(member.group):
@@ -194,7 +204,7 @@ class Plain:
     def _begin_master(self, parameter: nn.Parameter, state: Options) -> None:
         kind = self._master_of(parameter)
         if kind in ("fp32", "split"):
-            self._marks[id(parameter)] = _mark(parameter)
+            self._marks[id(parameter)] = _version_and_address(parameter)
         if kind == "fp32" and "master" not in state:
             state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         elif kind == "split":
@@ -214,20 +224,20 @@ class Plain:
 
         It keeps its bits where its rounded copy is unchanged. A remainder belonged to the values of before.
         """
-        before, now = self._marks.get(id(parameter)), _mark(parameter)
+        before, now = self._marks.get(id(parameter)), _version_and_address(parameter)
         if before == now or not {"master", "remainder"} & state.keys():
             return
         self._marks[id(parameter)] = now
         if "remainder" in state:
             known = self._loaded.get(id(parameter))
             if known is not None:
-                state["remainder"].masked_fill_(storage.bits(parameter.detach()) != storage.bits(known), 0)
+                state["remainder"].masked_fill_(storage.view_bits(parameter.detach()) != storage.view_bits(known), 0)
             elif before is not None:  # else it is a copied optimizer's
                 state["remainder"].zero_()
         elif parameter.dtype == torch.float32:
             state["master"].copy_(parameter)
         else:
-            storage.follow(state["master"], settled(parameter.detach()))
+            storage.copy_changed_low(state["master"], materialize_lazy(parameter.detach()))
 
     def read(self, parameter: nn.Parameter, state: Options) -> Options:
         """Return ``state`` as torch would have it: an unsharded master, float32 moments, a step of its own.
@@ -242,10 +252,10 @@ class Plain:
         state = dict(state)
         state["step"] = state["step"].clone()  # its own memory, as torch's has
         if "remainder" in state:
-            state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
+            state["master"] = storage.join_halves(parameter.detach(), state.pop("remainder"))
         for name, signed in self._rule.moments.items():
             if name in state and state[name].dtype != torch.float32:
-                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=signed)
+                wide = storage.decode_moment(state[name].view(-1), parameter.numel(), signed=signed)
                 state[name] = wide.view(parameter.shape)
         if parameter.dtype == torch.float32:
             state.pop("master", None)
@@ -267,7 +277,7 @@ class Plain:
             mine.pop("master", None)
         self._begin_master(parameter, mine)
         if "remainder" in mine and master is not None:
-            upper, remainder = storage.split(master.reshape(-1))
+            upper, remainder = storage.split_halves(master.reshape(-1))
             parameter.view(-1).copy_(upper)
             mine["remainder"].view(-1).copy_(remainder)
             self._loaded[id(parameter)] = parameter.detach().clone()
@@ -276,26 +286,26 @@ class Plain:
             if name in mine and mine[name].dtype != dtype:
                 wide = mine[name].float().reshape(-1)
                 stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
-                storage.narrow(wide, stored, signed=signed)
+                storage.encode_moment(wide, stored, signed=signed)
                 mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
         if id(parameter) in self._marks:
-            self._marks[id(parameter)] = _mark(parameter)
+            self._marks[id(parameter)] = _version_and_address(parameter)
         return mine
 
 
 _VERSION = attrgetter("_version")
 
 
-def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+def _version_and_address(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()
 
 
-def _on(value: Tensor | None, device: torch.device) -> Tensor | None:
+def _scalar_on(value: Tensor | None, device: torch.device) -> Tensor | None:
     """Return [1] float32 on ``device``."""
     return None if value is None else value.to(device, torch.float32).view(1)
 
 
-def _check_dense(member: Member) -> None:
+def _check_dense(member: NumberedParameter) -> None:
     gradient = member.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
         raise ConfigError(
@@ -306,6 +316,6 @@ def _check_dense(member: Member) -> None:
         )
 
 
-def _lies_flat(parameter: nn.Parameter) -> bool:
+def _can_write_in_place(parameter: nn.Parameter) -> bool:
     """Tell whether the update can write the parameter's own memory as the rounded copy of its master."""
     return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()

@@ -66,7 +66,7 @@ def check_elementwise(
 
     accelerators = [] if place.type == "cpu" else [place]
     with torch.random.fork_rng(accelerators, device_type=place.type if accelerators else "cuda"), torch.no_grad():
-        problem, numbers = _difference(make, place)
+        problem, numbers = _find_difference(make, place)
     if problem is not None:
         raise ConfigError(
             f"ZeroOptimizer of {optimizer_class.__name__}",
@@ -91,13 +91,13 @@ def state_names(
         None where the class refuses ``options``, or to step.
     """
     trial = {**options, "capturable": False} if "capturable" in options else options
-    tensors = _tensors(torch.device("cpu"))
+    tensors = _probe_values(torch.device("cpu"))
     with torch.random.fork_rng([]), torch.no_grad():
         try:
             optimizer = optimizer_class(tensors, **trial)
-            for tensor, gradient in zip(tensors, _gradients(0, torch.device("cpu")), strict=True):
+            for tensor, gradient in zip(tensors, _probe_gradients(0, torch.device("cpu")), strict=True):
                 tensor.grad = gradient
-            _step(optimizer)
+            _step_unhooked(optimizer)
         except Exception:
             return None
         kept = {name for state in optimizer.state.values() for name, value in state.items() if value is not None}
@@ -105,19 +105,19 @@ def state_names(
             for name in kept - {*given}:
                 state.pop(name, None)
         try:
-            _step(optimizer)
+            _step_unhooked(optimizer)
         except Exception:
             return kept, False
     return kept, True
 
 
-def _difference(make: Make, device: torch.device) -> tuple[str | None, frozenset[str]]:
+def _find_difference(make: Make, device: torch.device) -> tuple[str | None, frozenset[str]]:
     """Return what tells the optimizer from an element-wise one, or None; and the names of its states of one number."""
-    wholes = _tensors(device)
+    wholes = _probe_values(device)
     together = make(wholes)
-    if problem := _unusable(together):
+    if problem := _why_unusable(together):
         return problem, frozenset()
-    begin = _flat(wholes)
+    begin = _concatenate_flat(wholes)
     # An optimizer for each range, not a group: one over all would let a norm of its gradients be the same in both.
     pieces = [begin[first:last].clone() for first, last in _RANGES]
     try:
@@ -125,26 +125,26 @@ def _difference(make: Make, device: torch.device) -> tuple[str | None, frozenset
     except (ValueError, TypeError, RuntimeError) as error:
         return f"one that refuses a range of a tensor: {error}", frozenset()
     for step in range(_STEPS):
-        gradients = _gradients(step, device)
+        gradients = _probe_gradients(step, device)
         for whole, gradient in zip(wholes, gradients, strict=True):
             whole.grad = gradient
-        flat = _flat(gradients)  # before a step, which may write into its gradients
+        flat = _concatenate_flat(gradients)  # before a step, which may write into its gradients
         for piece, (first, last) in zip(pieces, _RANGES, strict=True):
             piece.grad = flat[first:last].clone()
         for optimizer in (together, *apart):
             try:
-                _step(optimizer)
+                _step_unhooked(optimizer)
             except Exception as error:
                 return f"one whose step on dense gradients raises {type(error).__name__}: {error}", frozenset()
-    return _compared(begin, _flat(wholes), torch.cat(pieces)), _numbers(together)
+    return _compare_results(begin, _concatenate_flat(wholes), torch.cat(pieces)), _scalar_state_names(together)
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+def _scalar_state_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     states = optimizer.state.values()
     return frozenset(k for state in states for k, v in state.items() if isinstance(v, Tensor) and not v.dim())
 
 
-def _unusable(optimizer: torch.optim.Optimizer) -> str | None:
+def _why_unusable(optimizer: torch.optim.Optimizer) -> str | None:
     needed = [
         name
         for name, parameter in list(inspect.signature(type(optimizer).step).parameters.items())[1:]
@@ -153,13 +153,13 @@ def _unusable(optimizer: torch.optim.Optimizer) -> str | None:
     return f"one whose step needs a {needed[0]}, in which it may look at the loss again" if needed else None
 
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
+def _step_unhooked(optimizer: torch.optim.Optimizer) -> None:
     """Take a step without the hooks that a program may have put around the steps of all optimizers."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
-def _compared(begin: Tensor, together: Tensor, apart: Tensor) -> str | None:
+def _compare_results(begin: Tensor, together: Tensor, apart: Tensor) -> str | None:
     moved, error = (together - begin).abs(), (together - apart).abs()
     wrong = ~(error <= _TOLERANCE * moved + _ROUNDING * begin.abs()) & ~(together.isnan() & apart.isnan())
     if not wrong.any():
@@ -169,25 +169,25 @@ def _compared(begin: Tensor, together: Tensor, apart: Tensor) -> str | None:
     return f"one that moves an element {ways[0]} as part of its tensor, and {ways[1]} in a part of it"
 
 
-def _tensors(device: torch.device) -> list[Tensor]:
+def _probe_values(device: torch.device) -> list[Tensor]:
     """Make values from a hundredth to two, larger from range to range."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     values = torch.sin(numbers * 1.7) * torch.logspace(-2, 0.3, 29)
-    return _shaped(values.to(device))
+    return _split_into_shapes(values.to(device))
 
 
-def _gradients(step: int, device: torch.device) -> list[Tensor]:
+def _probe_gradients(step: int, device: torch.device) -> list[Tensor]:
     """Make gradients from a thousandth to ten, smaller from range to range; of either sign, never near zero."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     signs = torch.where(torch.sin(numbers * 2.3 + step) > 0, 1.0, -1.0)
     sizes = torch.logspace(1, -3, 29) * (1.5 + torch.cos(numbers + 3.0 * step))
-    return _shaped((signs * sizes).to(device))
+    return _split_into_shapes((signs * sizes).to(device))
 
 
-def _shaped(flat: Tensor) -> list[Tensor]:
+def _split_into_shapes(flat: Tensor) -> list[Tensor]:
     parts = flat.split([torch.Size(shape).numel() for shape in _SHAPES])
     return [part.clone().view(shape) for part, shape in zip(parts, _SHAPES, strict=True)]
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate_flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -3,7 +3,8 @@
 How a rule joins, after Adam's (``adam.py``):
 
 * its op (``docs/adding-an-op.md``), whose line has ``master``, the moments by name, ``low``, ``remainder``, ``seed``;
-* one file here: a final subclass of :class:`Rule`, and one of :class:`~npuzero.optim.optimizer.ZeroOptimizer` whose
+* one file here: a final subclass of :class:`UpdateRule`, and one of :class:`~npuzero.optim.optimizer.ZeroOptimizer`
+    whose
   ``__init__`` has the user's arguments and ends with ``self._open(Fused(the rule, ...), params, options)``; there are
   ``lr``, ``capturable`` and ``fused`` among the options;
 * its name in ``optim/__init__.py``, ``api/__init__.py`` and ``npuzero/__init__.py``.
@@ -25,11 +26,11 @@ from torch import Tensor
 Options = dict[str, Any]
 
 
-class Range(NamedTuple):
+class ParameterRange(NamedTuple):
     """Describe a parameter's part of the line, ``[begin, end)`` in elements: its group's options, its own step count.
 
-    ``row``: the row of :class:`~npuzero.optim.segments.Rows` that knows lr and step instead. ``stream`` and ``place``:
-    as :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
+    ``row``: the row of :class:`~npuzero.optim.segments.CoefficientRows` that knows lr and step instead. ``stream`` and
+    ``place``: as :class:`npuzero.ops.AdamSegment` has them, where something is rounded stochastically.
     """
 
     begin: int
@@ -41,8 +42,8 @@ class Range(NamedTuple):
     place: int | None = None
 
 
-class Line(Protocol):
-    """Hold the buffers that launch after launch of an op writes, such as :class:`npuzero.ops.Line`."""
+class RuleLine(Protocol):
+    """Hold the buffers that launch after launch of an op writes, such as :class:`npuzero.ops.AdamLine`."""
 
     def is_of(self, *args: Any, **kwargs: Any) -> bool:
         """Tell whether these arguments, as it was made with them but for the seed, are its buffers still."""
@@ -58,20 +59,20 @@ class Line(Protocol):
         """Launch once: update what ``segments`` cover, and nothing else."""
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """Describe an element-wise update, fused.
 
     Attributes:
         alike: who does the same in plain torch, or whoever else errors shall name.
         moments: the states of an element beside its master, by their names in ``state_dict``, in order; of each,
             whether it can be negative, which decides how 8 bits store it.
-        line: makes a :class:`Line` of its op.
+        line: makes a :class:`RuleLine` of its op.
         always: options that are the same in every group, whatever was given or loaded.
     """
 
     alike: str
     moments: ClassVar[Mapping[str, bool]]
-    line: ClassVar[Callable[..., Line]]
+    line: ClassVar[Callable[..., RuleLine]]
     always: Mapping[str, Any]
 
     @abstractmethod
@@ -87,7 +88,7 @@ class Rule(ABC):
         """Return which of the moments parameters of a group have."""
 
     @abstractmethod
-    def segment(self, first: Range, last: Range) -> Any:
+    def segment(self, first: ParameterRange, last: ParameterRange) -> Any:
         """Describe ``[first.begin, last.end)`` to the op's line: both are alike but for their place."""
 
     @abstractmethod

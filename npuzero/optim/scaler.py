@@ -12,26 +12,26 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from npuzero.arguments import as_number, check_flag
-from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
-from npuzero.optim.loss_scale import KeptScale, LossScale
+from npuzero.errors import CheckpointError, ConfigError, StateError, refuse_unknown_keywords
+from npuzero.optim.loss_scale import DeferredLossScale, LossScale
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_behind
 
 
-class _Stage(enum.Enum):
+class _ScalerStage(enum.Enum):
     UNSCALED = "unscaled"
     STEPPED = "stepped"
 
 
-def _number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
+def _check_scaler_number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
     return as_number(f"LossScaler: {name}", value, expected, "Correct it.", holds=holds)
 
 
-def _count(name: str, value: object, least: int) -> int:
-    return int(_number(name, value, f"at least {least}", lambda n: n.is_integer() and least <= n < 2**31))
+def _check_scaler_count(name: str, value: object, least: int) -> int:
+    return int(_check_scaler_number(name, value, f"at least {least}", lambda n: n.is_integer() and least <= n < 2**31))
 
 
-@keywords(min_scale="floor", max_scale="ceiling", initial_scale="init_scale")
+@refuse_unknown_keywords(min_scale="floor", max_scale="ceiling", initial_scale="init_scale")
 class LossScaler:
     """Multiply the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
 
@@ -91,14 +91,19 @@ class LossScaler:
         consecutive_hysteresis: bool = False,
         growth_delay: int = 0,
     ) -> None:
-        floor = _number("floor", floor, "a positive number", lambda n: 0 < n < math.inf)
-        ceiling = _number("ceiling", ceiling, f"at least floor={floor}", lambda n: n >= floor)
+        floor = _check_scaler_number("floor", floor, "a positive number", lambda n: 0 < n < math.inf)
+        ceiling = _check_scaler_number("ceiling", ceiling, f"at least floor={floor}", lambda n: n >= floor)
         within = f"a number from floor={floor} to ceiling={ceiling}"
-        init_scale = _number("init_scale", init_scale, within, lambda n: floor <= n <= ceiling and n < math.inf)
-        growth_factor = _number("growth_factor", growth_factor, "more than 1", lambda n: 1 < n < math.inf)
-        backoff_factor = _number("backoff_factor", backoff_factor, "between 0 and 1", lambda n: 0 < n < 1)
-        growth_interval = _count("growth_interval", growth_interval, 1)
-        hysteresis, growth_delay = _count("hysteresis", hysteresis, 1), _count("growth_delay", growth_delay, 0)
+        init_scale = _check_scaler_number(
+            "init_scale", init_scale, within, lambda n: floor <= n <= ceiling and n < math.inf
+        )
+        growth_factor = _check_scaler_number("growth_factor", growth_factor, "more than 1", lambda n: 1 < n < math.inf)
+        backoff_factor = _check_scaler_number("backoff_factor", backoff_factor, "between 0 and 1", lambda n: 0 < n < 1)
+        growth_interval = _check_scaler_count("growth_interval", growth_interval, 1)
+        hysteresis, growth_delay = (
+            _check_scaler_count("hysteresis", hysteresis, 1),
+            _check_scaler_count("growth_delay", growth_delay, 0),
+        )
         self._enabled = check_flag("LossScaler: enabled", enabled)
         settings = {
             "growth_factor": growth_factor,
@@ -111,9 +116,9 @@ class LossScaler:
             "growth_delay": growth_delay,
         }
         begins = {"scale": init_scale, "window": -growth_delay, "patience": hysteresis, "skipped": 0}
-        self._kept = KeptScale(settings, begins)
+        self._kept = DeferredLossScale(settings, begins)
         # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
-        self._stages: dict[int, _Stage] = {}
+        self._stages: dict[int, _ScalerStage] = {}
         self._found: dict[int, Tensor] = {}
 
     # -- a training step -------------------------------------------------------------------------------------------
@@ -141,7 +146,7 @@ class LossScaler:
         if not self._enabled:
             return
         self._expect_nothing_done(optimizer, "unscale_")
-        engines, plain = _split(optimizer)
+        engines, plain = _split_parameters(optimizer)
         staged = [engine for engine in engines if engine.mesh.shape.pipe > 1]
         # The loss is the last stage's; the scale is the same on all, which all find the same.
         state = self._kept.on(staged[0].device) if staged else self._begun("unscale_")
@@ -149,7 +154,7 @@ class LossScaler:
         rules = {**self._kept.settings, "init_scale": self._kept.begins["scale"]}
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [engine.gradients.unscale(inverse, rules, mine) for engine in engines]
-        found += [_unscale(gradient, inverse) for gradient in plain]
+        found += [_unscale_plain(gradient, inverse) for gradient in plain]
         present = [part.to(state.scale.device) for part in found if part is not None]
         if not present:
             raise StateError(
@@ -159,7 +164,7 @@ class LossScaler:
                 do="Call it after scaler.scale(loss).backward().",
             )
         self._found[id(optimizer)] = torch.stack([part.view(()) for part in present]).amax()
-        self._stages[id(optimizer)] = _Stage.UNSCALED
+        self._stages[id(optimizer)] = _ScalerStage.UNSCALED
 
     @_disable_dynamo
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -177,19 +182,19 @@ class LossScaler:
                 got="one",
                 do="Run backward on the scaled loss first, then scaler.step(optimizer).",
             )
-        if self._stages.get(id(optimizer)) is not _Stage.UNSCALED:
+        if self._stages.get(id(optimizer)) is not _ScalerStage.UNSCALED:
             self._expect_nothing_done(optimizer, "step")
             self.unscale_(optimizer)
-        self._stages[id(optimizer)] = _Stage.STEPPED
+        self._stages[id(optimizer)] = _ScalerStage.STEPPED
         overflow = self._found[id(optimizer)]
-        engines, plain = _split(optimizer)
+        engines, plain = _split_parameters(optimizer)
         mine = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         for engine in engines:
             engine.boundary.skip_where(overflow.view(1).to(engine.device), mine)
         if not plain:
             return optimizer.step(**kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return _step_unless(overflow, optimizer, kwargs)
+            return _step_unless_overflow(overflow, optimizer, kwargs)
         return None if overflow.item() else optimizer.step(**kwargs)
 
     @_disable_dynamo
@@ -205,7 +210,7 @@ class LossScaler:
         if new_scale is not None:
             state.scale.copy_(torch.as_tensor(new_scale).view(()))
         elif not self._found:
-            raise _out_of_turn("update", "a step before it", "none since the last update")
+            raise _wrong_order_error("update", "a step before it", "none since the last update")
         else:
             state.update(torch.stack(list(self._found.values())).amax())
         self._found.clear()
@@ -290,27 +295,27 @@ class LossScaler:
 
     def _begun(self, call: str) -> LossScale:
         if self._kept.state is None:
-            raise _out_of_turn(call, "a loss scaled before", "none yet")
+            raise _wrong_order_error(call, "a loss scaled before", "none yet")
         return self._kept.state
 
     def _expect_nothing_done(self, optimizer: torch.optim.Optimizer, call: str) -> None:
         done = self._stages.get(id(optimizer))
         if done is not None:
-            raise _out_of_turn(call, "once per optimizer between updates", f"gradients that are {done.value}")
+            raise _wrong_order_error(call, "once per optimizer between updates", f"gradients that are {done.value}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state as ``torch.amp.GradScaler`` does: between steps, and without tensors."""
         if self._stages:
-            raise _out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
+            raise _wrong_order_error("pickle", "no step under way", "gradients that update() has not seen")
         return self.__dict__
 
 
-def _out_of_turn(call: str, expected: str, got: str) -> StateError:
+def _wrong_order_error(call: str, expected: str, got: str) -> StateError:
     do = "Call scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), update(), in this order."
     return StateError(f"LossScaler.{call}", expected=expected, got=got, do=do)
 
 
-def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
+def _split_parameters(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
     """Return the engines of the optimizer's sharded parameters, and the gradients of its plain ones."""
     engines: dict[int, Engine] = {}
     plain = []
@@ -324,7 +329,7 @@ def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]
     return list(engines.values()), plain
 
 
-def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
+def _step_unless_overflow(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
     """Take a step of an optimizer that decides on the device, as torch's scaler has it decide."""
     optimizer.found_inf = overflow
     try:
@@ -333,7 +338,7 @@ def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -
         del optimizer.found_inf
 
 
-def _unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
+def _unscale_plain(gradient: Tensor, inverse: Tensor) -> Tensor:
     """Unscale a plain gradient in place; return () float32, not zero where an element is inf or NaN."""
     gradient.mul_(inverse.to(gradient.device))
     return (~gradient.isfinite()).any().float()

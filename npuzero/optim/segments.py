@@ -10,20 +10,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from npuzero.optim.rule import Range, Rule
+from npuzero.optim.rule import ParameterRange, UpdateRule
 from npuzero.plan import START_ELEMENTS
 
 _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
-class Rows:
+class CoefficientRows:
     """Collect what lr and step come to, for launches of which the device alone knows one of the two.
 
     Args:
         device: where it is needed.
     """
 
-    def __init__(self, rule: Rule, device: torch.device) -> None:
+    def __init__(self, rule: UpdateRule, device: torch.device) -> None:
         self._rule = rule
         self._device = device
         self._of: dict[tuple[int, int], int] = {}
@@ -38,7 +38,7 @@ class Rows:
             step: updates of before, a () tensor on the device; or this one's number.
         """
         counted = isinstance(step, Tensor)
-        if not counted and not lies_there(options["lr"], self._device):
+        if not counted and not is_on_device(options["lr"], self._device):
             return cast(int, step), None
         row = self._of.setdefault((id(options), id(step) if counted else -cast(int, step)), len(self._of))
         if row == len(self._options):
@@ -51,20 +51,20 @@ class Rows:
         return self._rule.rows(self._options, self._steps, self._device) if self._options else None
 
 
-def lies_there(value: float | Tensor, device: torch.device) -> bool:
+def is_on_device(value: float | Tensor, device: torch.device) -> bool:
     """Tell whether a number is to be read on ``device``. One in the host's memory is read by the host,
     without a wait.
     """
     return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
 
 
-def column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def stack_float64(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     """Return [n] float64 on ``device``: one number of each row."""
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     return torch.stack(
         [
             value.to(**wide).view(())
-            if isinstance(value, Tensor) and lies_there(value, device)
+            if isinstance(value, Tensor) and is_on_device(value, device)
             # By a kernel: a copy from the host would wait, and cannot be captured.
             else torch.full((), float(value), **wide)
             for value in values
@@ -72,7 +72,7 @@ def column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     )
 
 
-def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
+def ranges_within(ranges: list[ParameterRange], begin: int, end: int) -> list[ParameterRange]:
     """Return what lies in ``[begin, end)`` of ranges that ascend."""
     chosen = ranges[bisect_right(ranges, begin, key=_END) : bisect_left(ranges, end, key=_BEGIN)]
     if chosen and chosen[0].begin < begin:
@@ -84,27 +84,27 @@ def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
     return chosen
 
 
-def moved(ranges: Iterable[Range], by: int) -> Iterator[Range]:
+def shift_ranges(ranges: Iterable[ParameterRange], by: int) -> Iterator[ParameterRange]:
     """Yield ranges as they are on another line, where they begin ``by`` elements later."""
     return (part._replace(begin=part.begin + by, end=part.end + by) for part in ranges)
 
 
-def segments(rule: Rule, ranges: Iterable[Range]) -> list[Any]:
+def build_segments(rule: UpdateRule, ranges: Iterable[ParameterRange]) -> list[Any]:
     """Return what the line of ``rule`` is told of ``ranges``, which ascend.
 
     Neighbours that share options and step count become one segment across the padding between them, which is zero in
     every buffer: only a rule under which it would not stay so keeps them apart, or random bits of their own.
     """
-    runs: list[list[Range]] = []  # first and last of those that continue each other
+    runs: list[list[ParameterRange]] = []  # first and last of those that continue each other
     for part in ranges:
-        if runs and _continues(rule, runs[-1][1], part):
+        if runs and _can_merge(rule, runs[-1][1], part):
             runs[-1][1] = part
         else:
             runs.append([part, part])
     return [rule.segment(first, last) for first, last in runs]
 
 
-def _continues(rule: Rule, last: Range, part: Range) -> bool:
+def _can_merge(rule: UpdateRule, last: ParameterRange, part: ParameterRange) -> bool:
     """Tell whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
     if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
         return False

@@ -15,22 +15,22 @@ from npuzero import device as devices
 from npuzero.errors import ConfigError, StateError
 from npuzero.ops import storage
 from npuzero.optim.counts import TakenSteps
-from npuzero.optim.launch import FarLaunch
-from npuzero.optim.moments import MOMENT_DTYPES, Moments
-from npuzero.optim.rule import Line, Options, Range, Rule
-from npuzero.optim.segments import Rows, lies_there, moved, segments, within
+from npuzero.optim.launch import OffloadedLaunch
+from npuzero.optim.moments import MOMENT_DTYPES, ShardMoments
+from npuzero.optim.rule import Options, ParameterRange, RuleLine, UpdateRule
+from npuzero.optim.segments import CoefficientRows, build_segments, is_on_device, ranges_within, shift_ranges
 from npuzero.plan import MOMENT_BLOCK, Memory, Precision
-from npuzero.shard.bank import Bank
+from npuzero.shard.bank import StateStore
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
-from npuzero.shard.snapshot import Later, Snapshot
-from npuzero.shard.spread import Spread
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.snapshot import Later, StateSnapshot
+from npuzero.shard.spread import TieredTensor
 
 #: By id of a parameter its number in the optimizer, of which random bits depend, and its group.
 Members = Mapping[int, tuple[int, Options]]
 
 
-class Shards:
+class ShardedParameterWorker:
     """Hold what an optimizer knows of sharded models.
 
     Args:
@@ -38,17 +38,17 @@ class Shards:
         seed: of stochastic rounding.
     """
 
-    def __init__(self, rule: Rule, chosen: Mapping[str, str | None], seed: int) -> None:
+    def __init__(self, rule: UpdateRule, chosen: Mapping[str, str | None], seed: int) -> None:
         self._rule = rule
         self._chosen = chosen
         self._seed = seed
-        self._moments: weakref.WeakKeyDictionary[Flat, Moments] = weakref.WeakKeyDictionary()
-        self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
+        self._moments: weakref.WeakKeyDictionary[FlatParameter, ShardMoments] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[FlatParameter, list[int]] = weakref.WeakKeyDictionary()
         # By id of a parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
-        self._banks: weakref.WeakKeyDictionary[Engine, list[Bank]] = weakref.WeakKeyDictionary()  # of far moments
-        self._begun: weakref.WeakKeyDictionary[Engine, FarLaunch] = weakref.WeakKeyDictionary()  # inside backward
-        self._lines: weakref.WeakKeyDictionary[Engine, tuple[tuple[list[Flat], int], Line]] = (
+        self._banks: weakref.WeakKeyDictionary[Engine, list[StateStore]] = weakref.WeakKeyDictionary()  # of far moments
+        self._begun: weakref.WeakKeyDictionary[Engine, OffloadedLaunch] = weakref.WeakKeyDictionary()  # inside backward
+        self._lines: weakref.WeakKeyDictionary[Engine, tuple[tuple[list[FlatParameter], int], RuleLine]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -63,7 +63,7 @@ class Shards:
         self._check_begun(optimizer, engine, members)
         groups: list[Options] = optimizer.param_groups
         counted = self._counted_on_device(groups, engine, members)
-        used: dict[Flat, list[bool]] = {}
+        used: dict[FlatParameter, list[bool]] = {}
         for flat in engine.flats():
             flags = [
                 anywhere and id(parameter) in members
@@ -76,8 +76,8 @@ class Shards:
         if counted:
             here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
             self._taken.part(here)
-        known = not counted and not _any_lr_there(groups, engine.device)
-        rows = None if known else Rows(self._rule, engine.device)
+        known = not counted and not _any_lr_on_device(groups, engine.device)
+        rows = None if known else CoefficientRows(self._rule, engine.device)
         steps = {} if counted else {flat: list(self._steps_of(flat)) for flat in used}
         near, far = self._ranges(used, members, counted, rows, steps.__getitem__)
         dynamic = None if rows is None else rows.table()
@@ -93,14 +93,14 @@ class Shards:
             self._taken.take(here, engine.boundary.skip)
         if line is not None:
             for chunk in engine.update.chunks(shards, self._block_bytes):
-                parts = segments(self._rule, within(near, chunk.begin, chunk.end))
+                parts = build_segments(self._rule, ranges_within(near, chunk.begin, chunk.end))
                 line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
             for flat in shards:
                 flat.gradient.kept.drop_near()
 
     def begin(
         self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members
-    ) -> tuple[list[Bank], FarLaunch] | None:
+    ) -> tuple[list[StateStore], OffloadedLaunch] | None:
         """Return the banks and the launch of an update that begins before its step; None where there are no moments
         yet, some parameters are not the optimizer's, or the device alone knows lr or step counts.
         """
@@ -111,12 +111,12 @@ class Shards:
         if not complete or devices.get(engine.device).capturing():
             return None
         groups: list[Options] = optimizer.param_groups
-        if self._counted_on_device(groups, engine, members) or _any_lr_there(groups, engine.device):
+        if self._counted_on_device(groups, engine, members) or _any_lr_on_device(groups, engine.device):
             return None
         launch = self._begun[engine] = self._launch(self._foreseen(engine, members))
         return [*engine.far.updated, *self._banks.get(engine, ())], launch
 
-    def _foreseen(self, engine: Engine, members: Members) -> dict[Flat, list[Range]]:
+    def _foreseen(self, engine: Engine, members: Members) -> dict[FlatParameter, list[ParameterRange]]:
         """Return the ranges of what is far in the next step, if every parameter is used; nothing is counted."""
         used = {flat: [True] * len(flat.parameters) for flat in engine.flats() if flat.far}
         return self._ranges(used, members, False, None, lambda flat: list(self._steps_of(flat)))[1]
@@ -144,12 +144,12 @@ class Shards:
 
     def _ranges(
         self,
-        used: Mapping[Flat, list[bool]],
+        used: Mapping[FlatParameter, list[bool]],
         members: Members,
         counted: bool,
-        rows: Rows | None,
-        steps_of: Callable[[Flat], list[int]],
-    ) -> tuple[list[Range], dict[Flat, list[Range]]]:
+        rows: CoefficientRows | None,
+        steps_of: Callable[[FlatParameter], list[int]],
+    ) -> tuple[list[ParameterRange], dict[FlatParameter, list[ParameterRange]]]:
         """Return in order the ranges of what is near, on the line, and those of each flat that is far, on its shard:
         this rank's part of each slot in ``used``, with this update's number, or its row.
 
@@ -158,8 +158,8 @@ class Shards:
             rows: None where the host knows all step counts and lr.
             steps_of: gives a flat's step counts, per slot, which this update counts in.
         """
-        near: list[Range] = []
-        far: dict[Flat, list[Range]] = {}
+        near: list[ParameterRange] = []
+        far: dict[FlatParameter, list[ParameterRange]] = {}
         start = 0
         for flat, flags in used.items():
             mine = far[flat] = [] if flat.far else near
@@ -177,13 +177,15 @@ class Shards:
                     number = zlib.crc32(flat.layout.slots[i].name.encode()) >> 1
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if own.start < own.stop:
-                    mine.append(Range(shift + own.start, shift + own.stop, group, step, row, *random))
+                    mine.append(ParameterRange(shift + own.start, shift + own.stop, group, step, row, *random))
             if flat.far:
-                near += moved(within(mine, 0, flat.rests.states.near), start)
+                near += shift_ranges(ranges_within(mine, 0, flat.rests.states.near), start)
             start += flat.rests.states.near
         return near, {flat: ranges for flat, ranges in far.items() if flat.far}
 
-    def _update_far(self, engine: Engine, far: Mapping[Flat, list[Range]], dynamic: Tensor | None) -> None:
+    def _update_far(
+        self, engine: Engine, far: Mapping[FlatParameter, list[ParameterRange]], dynamic: Tensor | None
+    ) -> None:
         """Have the stream update what is far; all that may change before it is done is copied."""
         if devices.get(engine.device).capturing():
             raise StateError(
@@ -197,10 +199,10 @@ class Shards:
             far, banks, self._launch(far), engine.boundary.gradient_scale, engine.boundary.skip, dynamic
         )
 
-    def _launch(self, far: Mapping[Flat, list[Range]]) -> FarLaunch:
-        return FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
+    def _launch(self, far: Mapping[FlatParameter, list[ParameterRange]]) -> OffloadedLaunch:
+        return OffloadedLaunch(self._rule, self._seed, far, list(self._rule.moments))
 
-    def _line(self, engine: Engine, shards: list[Flat]) -> Line:
+    def _line(self, engine: Engine, shards: list[FlatParameter]) -> RuleLine:
         """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are, but for
         absences.
         """
@@ -218,7 +220,7 @@ class Shards:
             self._lines[engine] = these, line
         return line
 
-    def _block_bytes(self, flat: Flat) -> int:
+    def _block_bytes(self, flat: FlatParameter) -> int:
         """Return what MOMENT_BLOCK elements of masters and moments take."""
         masters = [flat.master] if flat.remainder is None else [flat.master, flat.remainder]
         stored = self._moments[flat].near.values()
@@ -245,11 +247,11 @@ class Shards:
                 self._taken.begin(key, self._steps_of(flat)[i], engine.device)
         return counted
 
-    def _steps_of(self, flat: Flat) -> list[int]:
+    def _steps_of(self, flat: FlatParameter) -> list[int]:
         """Return, per slot, how often it was updated, as far as the host has counted."""
         return self._steps.setdefault(flat, [0] * len(flat.parameters))
 
-    def _step_of(self, flat: Flat, i: int) -> int:
+    def _step_of(self, flat: FlatParameter, i: int) -> int:
         """Return how often a slot was updated; waits for the device where that has counted."""
         count = self._taken.counts.get(id(flat.parameters[i]))
         return self._steps_of(flat)[i] if count is None else int(count.item())
@@ -262,7 +264,7 @@ class Shards:
         return tuple(name for name in self._rule.moments if name in needed)
 
     def _make(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flats: Iterable[Flat], members: Container[int]
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flats: Iterable[FlatParameter], members: Container[int]
     ) -> None:
         """Make the moments of ``flats``, where there are none yet; with a far flat's those of all that have members."""
         missing = [flat for flat in flats if flat not in self._moments]
@@ -272,7 +274,7 @@ class Shards:
             all_far = [flat for flat in engine.flats() if flat.far and any(id(p) in members for p in flat.parameters)]
             missing = list(dict.fromkeys([*missing, *(flat for flat in all_far if flat not in self._moments)]))
         signs = {name: self._rule.moments[name] for name in self.kept(optimizer.param_groups)}
-        dtypes: dict[Flat, torch.dtype] = {}
+        dtypes: dict[FlatParameter, torch.dtype] = {}
         for flat in missing:
             self._check_precision(type(optimizer).__name__, flat.plan.precision)
             dtypes[flat] = MOMENT_DTYPES[flat.plan.precision.moments]
@@ -282,10 +284,10 @@ class Shards:
         for flat, dtype in dtypes.items():
             numel = flat.rests.states.near
             near = {name: space.allocate(storage.stored_numel(numel, dtype), dtype, "states") for name in signs}
-            spreads = {name: Spread.whole(tensor, numel) for name, tensor in near.items()}
+            spreads = {name: TieredTensor.whole(tensor, numel) for name, tensor in near.items()}
             for bank in (bank for bank in banks if bank.has(flat)):
                 spreads = {name: spread.extended(bank.spread(flat, name)) for name, spread in spreads.items()}
-            self._moments[flat] = Moments(signs, near, spreads)
+            self._moments[flat] = ShardMoments(signs, near, spreads)
 
     def _check_precision(self, name: str, precision: Precision) -> None:
         """Raise ConfigError where the plan does not keep masters and moments as the user has said."""
@@ -298,22 +300,26 @@ class Shards:
                     do=f"Give zero() a Precision with {part}={chosen!r}, or leave it out here.",
                 )
 
-    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+    def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
         """Return, for later, a range of a moment of all slots as float32; None where there is none."""
         moments = self._moments.get(flat)
         return None if moments is None or name not in moments else moments.later(name, own, snapshot)
 
-    def slot_state(self, flat: Flat, i: int) -> Options:
+    def slot_state(self, flat: FlatParameter, i: int) -> Options:
         """Return the step count and the flat's moments, what is near of them, if slot ``i`` was ever updated."""
         step = self._step_of(flat, i)
         return {"step": step, **self._moments[flat].near} if step else {}
 
-    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         """Replace a range of a moment, whole blocks but for its end."""
         self._moments[flat].write(name, own, values)
 
     def restore_steps(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, states: Mapping[int, Mapping[str, Any]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        flat: FlatParameter,
+        states: Mapping[int, Mapping[str, Any]],
     ) -> Collection[str]:
         """Replace the steps of some slots; return the names of the flat's moments, made if there is a state for any."""
         for i, state in states.items():
@@ -324,6 +330,6 @@ class Shards:
         return list(self._moments.get(flat, ()))
 
 
-def _any_lr_there(groups: Iterable[Options], device: torch.device) -> bool:
+def _any_lr_on_device(groups: Iterable[Options], device: torch.device) -> bool:
     """Tell whether an lr is to be read on the device."""
-    return any(lies_there(group["lr"], device) for group in groups)
+    return any(is_on_device(group["lr"], device) for group in groups)

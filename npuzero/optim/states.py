@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from npuzero import observe
 from npuzero.errors import CheckpointError, StateError
 from npuzero.optim.rule import Options
-from npuzero.optim.worker import Worker
-from npuzero.shard.cuts import whole_shape
+from npuzero.optim.worker import OptimizerWorker
+from npuzero.shard.cuts import full_tensor_shape
 from npuzero.shard.engine import Engine
-from npuzero.shard.find_engine import engine_behind, owners
-from npuzero.shard.flat import AHEAD, Flat, masters_later
-from npuzero.shard.lag import LAGGING, warn_of_lag
+from npuzero.shard.find_engine import engine_behind, split_by_engine
+from npuzero.shard.flat import AHEAD, FlatParameter, snapshot_masters
+from npuzero.shard.lag import LAGGING, warn_of_delay
 from npuzero.shard.snapshot import NOW
 
 #: Which rules keep states of these names: saved states do not say of which class they are.
@@ -38,14 +38,14 @@ _RULES = {
 _OF_ALL_RULES = frozenset({"step", "master", AHEAD, LAGGING})
 
 
-def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
+def numbered_parameters(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
     """Yield every parameter with its group, in the order that numbers them."""
     for group in groups:
         for parameter in group["params"]:
             yield group, parameter
 
 
-class ByParameter(defaultdict[Any, Options]):
+class PlainParameterStates(defaultdict[Any, Options]):
     """Hold states by plain parameter, as ``torch.optim.Optimizer.state``; refuse those of a sharded one."""
 
     def __init__(self) -> None:
@@ -64,32 +64,36 @@ class ByParameter(defaultdict[Any, Options]):
             raise StateError(
                 "optimizer.state of a sharded parameter",
                 expected="a plain parameter: each rank keeps a part of a sharded one's state",
-                got=f"a parameter of shape {tuple(whole_shape(parameter))} of a model made by npuzero.zero()",
+                got=f"a parameter of shape {tuple(full_tensor_shape(parameter))} of a model made by npuzero.zero()",
                 do="Read optimizer.state_dict(), and write by optimizer.load_state_dict(): every rank calls them.",
             )
         return super().__missing__(parameter)
 
 
-def numbered(state: Mapping[Any, Options], groups: list[Options]) -> Options:
+def pack_state_dict(state: Mapping[Any, Options], groups: list[Options]) -> Options:
     """Return in the shape of a state dict what an optimizer of torch's keeps by parameter."""
-    held = {number: state[parameter] for number, (_, parameter) in enumerate(members(groups)) if parameter in state}
+    held = {
+        number: state[parameter]
+        for number, (_, parameter) in enumerate(numbered_parameters(groups))
+        if parameter in state
+    }
     numbers = itertools.count()
     return {"state": held, "param_groups": [{"params": [next(numbers) for _ in group["params"]]} for group in groups]}
 
 
-def unshard(
-    worker: Worker, optimizer: torch.optim.Optimizer, engines: list[Engine], plain: list[nn.Parameter]
+def unshard_state_dict(
+    worker: OptimizerWorker, optimizer: torch.optim.Optimizer, engines: list[Engine], plain: list[nn.Parameter]
 ) -> Options:
     """Return what ``torch.optim.Optimizer.state_dict`` of a plain model would. Collective over each of ``engines``."""
     groups = optimizer.param_groups
-    numbers = {id(parameter): number for number, (_, parameter) in enumerate(members(groups))}
+    numbers = {id(parameter): number for number, (_, parameter) in enumerate(numbered_parameters(groups))}
     state: dict[int, Options] = {
         numbers[id(parameter)]: dict(held) for parameter in plain if (held := worker.plain_state(optimizer, parameter))
     }
     for engine in engines:
         engine.values.check_here()
         for flat in engine.flats():
-            for i, gathered in enumerate(gather(worker, engine, flat)):
+            for i, gathered in enumerate(gather_slot_states(worker, engine, flat)):
                 if gathered and id(flat.parameters[i]) in numbers:
                     state[numbers[id(flat.parameters[i])]] = gathered
     packed = [
@@ -99,16 +103,16 @@ def unshard(
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
-def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
+def gather_slot_states(worker: OptimizerWorker, engine: Engine, flat: FlatParameter) -> list[Options]:
     """Put together, per slot of ``flat``, its full state from what the ranks say they have. Collective."""
-    said = cast(list[list[Options]], engine.world.exchange([describe(worker, flat, i) for i in flat.slots]))
+    said = cast(list[list[Options]], engine.world.exchange([describe_slot_state(worker, flat, i) for i in flat.slots]))
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
     if engine.lag.pending:
         engine.lag.quiet()
         known = [{**slot, AHEAD: None} if slot else slot for slot in known]
     names = sorted({name for slot in known for name, value in slot.items() if value is None})
     own = slice(0, flat.rests.states.numel)
-    mine = {n: masters_later(flat, own, NOW) if n == AHEAD else worker.later(flat, n, own, NOW) for n in names}
+    mine = {n: snapshot_masters(flat, own, NOW) if n == AHEAD else worker.later(flat, n, own, NOW) for n in names}
     wholes = {name: engine.values.gather_states(flat, later and later()).cpu() for name, later in mine.items()}
     return [
         {
@@ -119,29 +123,29 @@ def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
     ]
 
 
-def describe(worker: Worker, flat: Flat, i: int) -> dict[str, float | None]:
+def describe_slot_state(worker: OptimizerWorker, flat: FlatParameter, i: int) -> dict[str, float | None]:
     """Tell a slot's state as text can carry it: numbers, and None for each tensor of the parameter's shape."""
     state = {name: value for name, value in worker.slot_state(flat, i).items() if value is not None}
     return {k: None if isinstance(v, Tensor) and v.dim() else float(v) for k, v in state.items()}
 
 
-def take_ahead(engine: Engine, flat: Flat, i: int, ahead: Tensor) -> None:
+def load_pending_masters(engine: Engine, flat: FlatParameter, i: int, ahead: Tensor) -> None:
     """Take this rank's part of slot ``i``'s masters after the update that was pending; without lag they count at
     once.
     """
-    take = engine.lag.take if engine.lag else Flat.write_master
+    take = engine.lag.take if engine.lag else FlatParameter.write_master
     take(flat, flat.own_slots[i], ahead)
 
 
-def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) -> None:
+def load_state_dict_shards(worker: OptimizerWorker, optimizer: torch.optim.Optimizer, state_dict: Options) -> None:
     """Take a state in torch's shape, unsharded tensors by parameter number: this rank's part of each.
 
     Raises:
         CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
     """
     groups = optimizer.param_groups
-    check(state_dict, groups)
-    for owner in owners(parameter for _, parameter in members(groups))[0]:
+    check_state_dict(state_dict, groups)
+    for owner in split_by_engine(parameter for _, parameter in numbered_parameters(groups))[0]:
         owner.values.check_here()
     saved = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
     names = {name for state in saved for name, value in state.items() if value is not None}
@@ -152,30 +156,30 @@ def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) 
     needs = worker.state_names(groups)
     took: dict[Engine, None] = {}
     with torch.no_grad():
-        for number, (group, parameter) in zip(order, members(groups), strict=True):
+        for number, (group, parameter) in zip(order, numbered_parameters(groups), strict=True):
             state = state_dict["state"].get(number, {})
             if state:
-                check_one(number, parameter, state, needs)
+                check_parameter_state(number, parameter, state, needs)
             engine = engine_behind(parameter)
             place = engine.place(parameter) if engine else None
             if engine is None:
                 worker.restore_plain(optimizer, group, parameter, state)
             elif place is not None:
-                mine = cut(*place, state, worker.numbers)
+                mine = shard_slot_state(*place, state, worker.numbers)
                 ahead = mine.pop(AHEAD, None)
                 worker.restore(optimizer, engine, *place, mine)
                 if ahead is not None:
                     if engine not in took:
                         engine.values.settle()
-                    take_ahead(engine, *place, ahead)
+                    load_pending_masters(engine, *place, ahead)
                     took[engine] = None
         for engine in took:
-            warn_of_lag(state_dict["state"].values(), engine.lag)
+            warn_of_delay(state_dict["state"].values(), engine.lag)
             engine.values.restore_parameters()
 
 
 def check_rule(
-    worker: Worker, optimizer: torch.optim.Optimizer, saved: Collection[str], groups: Sequence[Options]
+    worker: OptimizerWorker, optimizer: torch.optim.Optimizer, saved: Collection[str], groups: Sequence[Options]
 ) -> None:
     """Warn on rank 0 where a state that is about to be loaded is of another rule than the optimizer's.
 
@@ -209,19 +213,19 @@ def check_rule(
     )
 
 
-def cut(flat: Flat, i: int, state: Mapping[str, Any], numbers: frozenset[str]) -> Options:
+def shard_slot_state(flat: FlatParameter, i: int, state: Mapping[str, Any], numbers: frozenset[str]) -> Options:
     """Return this rank's part of the state of slot ``i``, whose tensors are unsharded; ``numbers`` stay as they are."""
     parameter, portion = flat.parameters[i], flat.portions[i]
 
     def own(whole: Tensor) -> Tensor:
         return flat.cut_like_own(i, whole if portion is None else portion.take(whole))
 
-    shape = whole_shape(parameter)
+    shape = full_tensor_shape(parameter)
     wholes = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape and (shape or k not in numbers)}
     return {k: own(v) if k in wholes else v for k, v in state.items()}
 
 
-def check(state_dict: object, groups: list[Options]) -> None:
+def check_state_dict(state_dict: object, groups: list[Options]) -> None:
     """Raise CheckpointError where ``state_dict`` is no state of an optimizer with such groups."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
@@ -240,26 +244,26 @@ def check(state_dict: object, groups: list[Options]) -> None:
         )
 
 
-def check_one(number: int, parameter: nn.Parameter, state: object, needs: tuple[str, ...]) -> None:
+def check_parameter_state(number: int, parameter: nn.Parameter, state: object, needs: tuple[str, ...]) -> None:
     """Raise CheckpointError where ``state`` is not one of such a parameter, or lacks one of the names ``needs``."""
     subject = f"optimizer state {number}"
     if not isinstance(state, Mapping):
         raise CheckpointError(
             subject, expected="a mapping", got=type(state).__name__, do="Load a state of the same optimizer class."
         )
-    check_names(subject, state, needs)
+    check_state_names(subject, state, needs)
     for name, value in state.items():
         shaped = name in needs and name != "step"
-        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != whole_shape(parameter):
+        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != full_tensor_shape(parameter):
             raise CheckpointError(
                 f"{subject}.{name}",
-                expected=f"shape {tuple(whole_shape(parameter))}",
+                expected=f"shape {tuple(full_tensor_shape(parameter))}",
                 got=str(tuple(value.shape)),
                 do="Load a state of the same model.",
             )
 
 
-def check_names(subject: str, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
+def check_state_names(subject: str, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
     """Raise CheckpointError where ``state`` lacks one of the names ``needs``."""
     if any(name not in state for name in needs):
         raise CheckpointError(

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from npuzero.shard.accord import Group, Words
+from npuzero.shard.accord import GroupRule, Words
 from npuzero.shard.engine import Engine
 
 Options = dict[str, Any]
 
 
-class Optimizer(Protocol):
-    """Name what :class:`Terms` asks of an optimizer."""
+class VotingOptimizer(Protocol):
+    """Name what :class:`VoteTerms` asks of an optimizer."""
 
     param_groups: list[Options]
     defaults: Options
@@ -33,7 +33,7 @@ class Optimizer(Protocol):
         """Return what else random bits depend on."""
 
 
-class _Known:
+class _KnownGroup:
     """Remember a group of which ``members`` are of the model, and what was last said of its ``values``."""
 
     def __init__(self, members: dict[str, int], constants: str, values: int) -> None:
@@ -46,7 +46,7 @@ class _Known:
     def take(self, values: Sequence[object]) -> None:
         for i, value in enumerate(values):
             if value is not self.values[i]:
-                self._numbers[i] = _number(value)
+                self._numbers[i] = _option_number(value)
                 # A tensor may change and stay the same object.
                 self.values[i] = _NOTHING if isinstance(value, Tensor) else value
         self.digest = hash((self._base, *self._numbers))
@@ -55,14 +55,14 @@ class _Known:
 _NOTHING = object()
 
 
-class Terms:
+class VoteTerms:
     """Digest the rules of one optimizer for the parameters of one model.
 
     Asked in each step, so what has not changed costs a comparison. They outlive the optimizer, as it was last: when one
     is collected differs between ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+    def __init__(self, optimizer: VotingOptimizer, engine: Engine) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._groups = optimizer.param_groups
         self._keys = list(optimizer.defaults)
@@ -70,7 +70,7 @@ class Terms:
         draws = any(flat.plan.precision.moments != "fp32" or flat.rounds_stochastically for flat in engine.flats())
         self._constants = optimizer.constants if draws else {}
         places = itertools.count()
-        self._known: list[_Known] = []
+        self._known: list[_KnownGroup] = []
         members: list[int] = []
         for group in self._groups:
             here: dict[str, int] = {}
@@ -80,7 +80,7 @@ class Terms:
                     flat, i = found
                     here[flat.layout.slots[i].name] = place if draws else 0
                     members.append(id(parameter))
-            self._known.append(_Known(here, f"{self._kind}{self._constants}", len(self._keys)))
+            self._known.append(_KnownGroup(here, f"{self._kind}{self._constants}", len(self._keys)))
         self.members = frozenset(members)
 
     def digest(self) -> int:
@@ -94,10 +94,15 @@ class Terms:
                 total += known.digest
         return total
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[GroupRule]:
         pairs = enumerate(zip(self._present(), self._known, strict=False))
         return [
-            Group(self._kind, i, {**{key: _word(group.get(key)) for key in self._keys}, **self._constants}, it.members)
+            GroupRule(
+                self._kind,
+                i,
+                {**{key: _option_value(group.get(key)) for key in self._keys}, **self._constants},
+                it.members,
+            )
             for i, (group, it) in pairs
             if it.members
         ]
@@ -109,22 +114,22 @@ class Terms:
         return self._groups
 
 
-def _number(value: Any) -> float:
+def _option_number(value: Any) -> float:
     """Return a number that stands for an option, the same in every process: Python's own hash of a text is not."""
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value  # type: ignore[no-any-return]
-    return zlib.crc32(repr(_word(value)).encode())
+    return zlib.crc32(repr(_option_value(value)).encode())
 
 
-def _word(value: Any) -> Any:
+def _option_value(value: Any) -> Any:
     """Return an option as the ranks can exchange it; None for what they cannot compare, or only by waiting for a
     device.
     """
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     if isinstance(value, (list, tuple)):
-        return [_word(item) for item in value]
+        return [_option_value(item) for item in value]
     if isinstance(value, (int, float, str)):
         return value
     return float(value) if isinstance(value, Real) else None

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from npuzero.errors import ConfigError
 from npuzero.optim.rule import Options
 from npuzero.shard.accord import Words
-from npuzero.shard.early import Promise
+from npuzero.shard.early import EarlyUpdateRequest
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
-from npuzero.shard.snapshot import Later, Snapshot
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.snapshot import Later, StateSnapshot
 
 
-class Worker(ABC):
+class OptimizerWorker(ABC):
     """Update the parameters of one optimizer and keep their states.
 
     It is handed the optimizer, whose ``param_groups`` and ``state`` it works by, and does not keep it: a cycle would
@@ -50,7 +50,7 @@ class Worker(ABC):
             ConfigError, or what torch raises: options or parameters that no update can take.
         """
 
-    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Promise | None:
+    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> EarlyUpdateRequest | None:
         """Return what the optimizer promises to a model that it has, so that updates can begin inside backward."""
         return None
 
@@ -79,20 +79,20 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def slot_state(self, flat: Flat, i: int) -> Options:
+    def slot_state(self, flat: FlatParameter, i: int) -> Options:
         """Return the state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are
         told.
         """
 
     @abstractmethod
-    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+    def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
         """Return, for later, as float32 a range of this rank's part of the tensors ``name`` of all slots, maybe a
         copy; None if there is none.
         """
 
     @abstractmethod
     def restore(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: FlatParameter, i: int, state: Mapping[str, Any]
     ) -> None:
         """Replace the state of slot ``i`` by 1-D tensors of this rank's part of it, and numbers; or by nothing."""
 
@@ -101,13 +101,13 @@ class Worker(ABC):
         self,
         optimizer: torch.optim.Optimizer,
         engine: Engine,
-        flat: Flat,
+        flat: FlatParameter,
         slots: Sequence[Mapping[str, float | None]],
     ) -> Collection[str]:
         """Replace the numbers of each slot; return the names of the tensors, all of which :meth:`write` replaces."""
 
     @abstractmethod
-    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         """Replace a range of this rank's part of the tensors ``name`` of all slots, whole blocks of moments but for
         its end.
         """

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
-from npuzero.optim.aside import Aside
+from npuzero.optim.aside import HostOptimizerInputs
 from npuzero.optim.probe import check_elementwise, state_names
 from npuzero.optim.rule import Options
-from npuzero.optim.states import check_names
-from npuzero.optim.worker import Worker, refuse_differentiable
+from npuzero.optim.states import check_state_names
+from npuzero.optim.worker import OptimizerWorker, refuse_differentiable
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
-from npuzero.shard.find_engine import engine_behind, owners
-from npuzero.shard.flat import Flat
-from npuzero.shard.layout import overlap
-from npuzero.shard.snapshot import Later, Snapshot
+from npuzero.shard.find_engine import engine_behind, split_by_engine
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.layout import intersect_ranges
+from npuzero.shard.snapshot import Later, StateSnapshot
 
 
-class Wrapped(Worker):
+class TorchOptimizerWorker(OptimizerWorker):
     """Have an optimizer of torch's update: plain parameters as they are, sharded ones by this rank's ranges.
 
     Args:
@@ -52,7 +52,7 @@ class Wrapped(Worker):
         self._inner: torch.optim.Optimizer | None = None
         self._state: defaultdict[Any, Options] = defaultdict(dict)  # as torch's, by plain parameter and stand-in
         self._members: dict[int, tuple[Options, list[Tensor]]] = {}  # by id of a group, and the group: stand-ins
-        self._aside: dict[Flat, Aside] = {}  # of far flats
+        self._aside: dict[FlatParameter, HostOptimizerInputs] = {}  # of far flats
         self._stand_ins: dict[int, Tensor] = {}  # by id of a sharded parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
@@ -82,7 +82,7 @@ class Wrapped(Worker):
         far = [flat for engine in ready for flat in engine.flats() if flat in self._aside]
         gradients = {flat: self._aside[flat].fetch() for flat in far}
         # Of all engines, also those that are not ready: a gradient left from the last step would be taken again.
-        for engine in owners(p for group in optimizer.param_groups for p in group["params"])[0]:
+        for engine in split_by_engine(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):
                     stand_in = self._stand_ins.get(id(parameter))
@@ -144,7 +144,7 @@ class Wrapped(Worker):
                 place = engine.place(parameter) if engine else None
                 if engine is not None and place is not None:
                     flat, i = place
-                    _check_precision(flat.plan.precision)
+                    _check_fp32_precision(flat.plan.precision)
                     engine.absence.beside.add(self)
                     self._stand_ins[id(parameter)] = self._master_of(engine, flat)[flat.own_slots[i]].detach()
                 if engine is None or place is not None:
@@ -152,15 +152,15 @@ class Wrapped(Worker):
             self._members[id(group)] = group, members
         return self._members[id(group)][1]
 
-    def _master_of(self, engine: Engine, flat: Flat) -> Tensor:
+    def _master_of(self, engine: Engine, flat: FlatParameter) -> Tensor:
         if not flat.far:
             return flat.master
         if flat not in self._aside:
-            self._aside[flat] = Aside(engine, flat)
+            self._aside[flat] = HostOptimizerInputs(engine, flat)
             self._aside[flat].fetch()
         return self._aside[flat].master
 
-    def tensors_of(self, flats: Iterable[Flat]) -> list[Tensor]:
+    def tensors_of(self, flats: Iterable[FlatParameter]) -> list[Tensor]:
         """Return the states of ``flats`` that torch's optimizer has made."""
         slots = [self.slot_state(flat, i) for flat in flats for i in flat.slots]
         return [value for state in slots for value in state.values() if isinstance(value, Tensor)]
@@ -178,27 +178,27 @@ class Wrapped(Worker):
                 return saved
             kept, goes_on = found
             if not goes_on:
-                check_names("optimizer state", dict.fromkeys(saved), tuple(kept))
+                check_state_names("optimizer state", dict.fromkeys(saved), tuple(kept))
             names |= kept
         return names
 
-    def slot_state(self, flat: Flat, i: int) -> Options:
+    def slot_state(self, flat: FlatParameter, i: int) -> Options:
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
         return {} if stand_in is None else dict(self._state.get(stand_in, {}))
 
-    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+    def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
         found = None
         for i in flat.slots:
             value = self.slot_state(flat, i).get(name)
-            if _is_part(value, flat, i):
+            if _is_shard_of_slot(value, flat, i):
                 if found is None:
                     found = torch.zeros(own.stop - own.start, dtype=torch.float32, device=value.device)
-                here, there = _shared(own, flat.own_slots[i])
+                here, there = _intersect_slices(own, flat.own_slots[i])
                 found[here].copy_(value[there])
         return None if found is None else snapshot.copied(found)
 
     def restore(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: FlatParameter, i: int, state: Mapping[str, Any]
     ) -> None:
         self._made(optimizer)
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
@@ -214,7 +214,7 @@ class Wrapped(Worker):
         self,
         optimizer: torch.optim.Optimizer,
         engine: Engine,
-        flat: Flat,
+        flat: FlatParameter,
         slots: Sequence[Mapping[str, float | None]],
     ) -> Collection[str]:
         for i, state in enumerate(slots):
@@ -223,11 +223,11 @@ class Wrapped(Worker):
             self.restore(optimizer, engine, flat, i, parts)
         return {name for state in slots for name, value in state.items() if value is None}
 
-    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+    def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         for i in flat.slots:
             value = self.slot_state(flat, i).get(name)
-            if _is_part(value, flat, i):
-                here, there = _shared(own, flat.own_slots[i])
+            if _is_shard_of_slot(value, flat, i):
+                here, there = _intersect_slices(own, flat.own_slots[i])
                 value[there].copy_(values[here])
 
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
@@ -254,19 +254,19 @@ def _step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., objec
     return step
 
 
-def _is_part(value: object, flat: Flat, i: int) -> TypeGuard[Tensor]:
+def _is_shard_of_slot(value: object, flat: FlatParameter, i: int) -> TypeGuard[Tensor]:
     """Tell whether ``value`` is this rank's part of a tensor shaped like slot ``i``."""
     own = flat.own_slots[i]
     return isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim() > 0
 
 
-def _shared(own: slice, mine: slice) -> tuple[slice, slice]:
+def _intersect_slices(own: slice, mine: slice) -> tuple[slice, slice]:
     """Return what two ranges of a shard have in common, as a slice of each."""
-    begin, end = overlap((own.start, own.stop), (mine.start, mine.stop))
+    begin, end = intersect_ranges((own.start, own.stop), (mine.start, mine.stop))
     return slice(begin - own.start, end - own.start), slice(begin - mine.start, end - mine.start)
 
 
-def _check_precision(precision: Precision) -> None:
+def _check_fp32_precision(precision: Precision) -> None:
     """Raise ConfigError where masters or moments are kept as torch's optimizers cannot take them."""
     for name in ("masters", "moments"):
         if getattr(precision, name) != "fp32":

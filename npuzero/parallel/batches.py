@@ -9,17 +9,17 @@ import torch
 
 from npuzero import comm
 from npuzero.comm import Mesh
-from npuzero.config import Rule
-from npuzero.errors import ConfigError, keywords
-from npuzero.parallel.mesh import given
+from npuzero.config import SettingRule
+from npuzero.errors import ConfigError, refuse_unknown_keywords
+from npuzero.parallel.mesh import check_given_ranks
 from npuzero.plan import DATA, divisors
 
-_COUNT = Rule(int, "how many", least=1, most=2**62)
-_STEP = Rule(int, "steps taken before", least=0, most=2**62)
-_SEED = Rule(int, "where the order of samples begins", least=0, most=2**31 - 1)
+_COUNT = SettingRule(int, "how many", least=1, most=2**62)
+_STEP = SettingRule(int, "steps taken before", least=0, most=2**62)
+_SEED = SettingRule(int, "where the order of samples begins", least=0, most=2**31 - 1)
 
 
-@keywords(
+@refuse_unknown_keywords(
     train_batch_size="size",
     global_batch_size="size",
     micro_batch_size="micro",
@@ -62,7 +62,7 @@ class GlobalBatch:
             _COUNT.check(f"GlobalBatch: {name}", value)
         if seed is not None:
             _SEED.check("GlobalBatch: seed", seed)
-        given(None, mesh, "GlobalBatch")
+        check_given_ranks(None, mesh, "GlobalBatch")
         mesh = Mesh(comm.current_world(), 1) if mesh is None else mesh
         sharing = mesh.shape.sequence
         self._rank, ranks = mesh.index(DATA) // sharing, mesh.size(DATA) // sharing
@@ -105,11 +105,11 @@ class GlobalBatch:
     def _sample(self, place: int) -> int:
         """Return the index of the sample at ``place``, counted from the first epoch's beginning."""
         epoch, index = divmod(place, self._samples)
-        return index if self._seed is None else int(_order(self._samples, self._seed, epoch)[index])
+        return index if self._seed is None else int(_epoch_order(self._samples, self._seed, epoch)[index])
 
 
 @lru_cache(maxsize=2)  # a batch may lie in two epochs
-def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+def _epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order in which an epoch visits its samples: int64[samples], the same on every machine."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(samples, generator=generator)

@@ -30,11 +30,11 @@ from npuzero.comm import Mesh
 from npuzero.comm.mesh import check_mesh
 from npuzero.errors import ConfigError, ContractError
 from npuzero.parallel import functions
-from npuzero.parallel.margins import Margin
+from npuzero.parallel.margins import CosineMargin
 from npuzero.parallel.vocabulary import softmax_loss
 from npuzero.plan import DATA, TENSOR, Cut
 from npuzero.shard.axes import bind_mesh
-from npuzero.shard.cuts import cut_parameter, portion_of
+from npuzero.shard.cuts import cut_parameter, get_portion
 
 #: Standard deviation of the first centres.
 DEVIATION = 0.01
@@ -79,7 +79,7 @@ class ClassHead(nn.Module):
         classes: int,
         mesh: Mesh,
         sample_rate: float = 1.0,
-        margin: Margin | None = None,
+        margin: CosineMargin | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -87,7 +87,7 @@ class ClassHead(nn.Module):
         super().__init__()
         check_mesh("ClassHead", mesh)
         ranks, index = mesh.size(DATA), mesh.index(DATA)
-        _check(features, classes, ranks, sample_rate, margin)
+        _check_head_arguments(features, classes, ranks, sample_rate, margin)
         self.features, self.classes, self.sample_rate, self.margin = features, classes, sample_rate, margin
         share, more = divmod(classes, ranks)
         self.first = index * share + min(index, more)
@@ -128,12 +128,12 @@ class ClassHead(nn.Module):
                 a loss of inf.
         """
         self._check_batch(features, labels)
-        every = functions.gather(features, self.group, 0)
+        every = functions.all_gather_dim(features, self.group, 0)
         if every.requires_grad and self.group.size > 1:
             every.register_hook(lambda grad: grad * self.group.size)
         own = self._own(labels)
         # Until zero() cuts them there are all centres, afterwards this rank's, and maybe a row of padding.
-        weight = self.weight.narrow(0, 0 if portion_of(self.weight) else self.first, self.local)
+        weight = self.weight.narrow(0, 0 if get_portion(self.weight) else self.first, self.local)
         if self.training and self.sample_rate < 1.0:
             rows = self.sample(own)
             centres = weight[rows]
@@ -172,7 +172,9 @@ class ClassHead(nn.Module):
         if every.device.type == "cpu":  # asked of a device, it would have to be waited for
             wrong = every[(every < 0) | (every >= self.classes)]
             if len(wrong):
-                _refuse("labels", f"classes, 0 to {self.classes - 1}", str(int(wrong[0])), "Number classes from 0.")
+                _refuse_head_input(
+                    "labels", f"classes, 0 to {self.classes - 1}", str(int(wrong[0])), "Number classes from 0."
+                )
         own = every - self.first
         return torch.where((own >= 0) & (own < self.local), own, -1)
 
@@ -191,17 +193,25 @@ class ClassHead(nn.Module):
     def _check_batch(self, features: Tensor, labels: Tensor) -> None:
         if features.dim() != 2 or features.shape[1] != self.features:
             do = "Flatten what the model computes to one feature a row."
-            _refuse("features", f"[b, {self.features}]", str(tuple(features.shape)), do)
+            _refuse_head_input("features", f"[b, {self.features}]", str(tuple(features.shape)), do)
         if labels.shape != features.shape[:1] or labels.dtype != torch.int64:
             got = f"{tuple(labels.shape)} {str(labels.dtype).removeprefix('torch.')}"
-            _refuse("labels", f"({len(features)},) int64, one a feature", got, "Give the class of each feature.")
+            _refuse_head_input(
+                "labels", f"({len(features)},) int64, one a feature", got, "Give the class of each feature."
+            )
 
 
-def _check(features: int, classes: int, ranks: int, sample_rate: float, margin: object) -> None:
+def _check_head_arguments(features: int, classes: int, ranks: int, sample_rate: float, margin: object) -> None:
     """Check what a head is made with."""
     wrong = (
-        (_less(features, 1), "features", "a positive number", features, "Give the elements of one feature."),
-        (_less(classes, ranks), "classes", f"one or more for each of {ranks} data ranks", classes, "Use fewer ranks."),
+        (_is_count_below(features, 1), "features", "a positive number", features, "Give the elements of one feature."),
+        (
+            _is_count_below(classes, ranks),
+            "classes",
+            f"one or more for each of {ranks} data ranks",
+            classes,
+            "Use fewer ranks.",
+        ),
         (not 0.0 < sample_rate <= 1.0, "sample_rate", "in (0, 1]", sample_rate, "Give 1.0 to take all classes."),
         (
             margin is not None and not (callable(margin) and getattr(margin, "s", 0) > 0),
@@ -216,9 +226,9 @@ def _check(features: int, classes: int, ranks: int, sample_rate: float, margin: 
             raise ConfigError(f"ClassHead: {name}", expected=expected, got=repr(got), do=do)
 
 
-def _less(count: object, least: int) -> bool:
+def _is_count_below(count: object, least: int) -> bool:
     return not isinstance(count, int) or isinstance(count, bool) or count < least
 
 
-def _refuse(what: str, expected: str, got: str, do: str) -> None:
+def _refuse_head_input(what: str, expected: str, got: str, do: str) -> None:
     raise ContractError(f"ClassHead: {what}", expected=expected, got=got, do=do)

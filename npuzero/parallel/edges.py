@@ -2,8 +2,8 @@
 
 Over ``stage 1>2`` activations travel ahead, and their gradients back, on a channel for each: sends end when the
 receiver has come, and are not awaited before the step is over. Both ends need the same shapes, which only the sender
-knows: with the first micro-batch of each step it sends a header (:class:`Layout`), over the host's channel, and all
-micro-batches of the step are like the first.
+knows: with the first micro-batch of each step it sends a header (:class:`TransferLayout`), over the host's channel, and
+all micro-batches of the step are like the first.
 
 A rank whose stage has raised keeps to the schedule, and sends zeros: else its neighbours would wait for it, and could
 not go on after the error. Before the header it says so there, and nothing travels over the edge in this step.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from npuzero.comm import HOST_CHANNEL, Communicator
-from npuzero.config import describe
-from npuzero.device import Handle
+from npuzero.config import describe_value
+from npuzero.device import AsyncHandle
 from npuzero.errors import ContractError
 from npuzero.plan import PIPE, TENSOR
 from npuzero.shard.counting import CountingMesh
@@ -43,7 +43,7 @@ _DTYPES = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorMeta:
     """Describe one tensor that travels: ``returns``: its gradient comes back."""
 
     shape: tuple[int, ...]
@@ -51,36 +51,36 @@ class Piece:
     returns: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> Piece:
-        return Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype}" + (" with a gradient" if self.returns else "")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TransferLayout:
     """Describe what one micro-batch brings over an edge; ``bare``: a tensor, and no tuple of tensors."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorMeta, ...]
     bare: bool
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.pieces))
 
 
-class Outputs(NamedTuple):
+class StageOutputs(NamedTuple):
     """Hold what a stage returned; ``bare``: a tensor, and no tuple of tensors."""
 
     tensors: tuple[Tensor, ...]
     bare: bool = True
 
     @property
-    def layout(self) -> Layout:
-        return Layout(tuple(map(Piece.of, self.tensors)), self.bare)
+    def layout(self) -> TransferLayout:
+        return TransferLayout(tuple(map(TensorMeta.of, self.tensors)), self.bare)
 
 
-def header(layout: Layout | None) -> Tensor:
+def encode_transfer_layout(layout: TransferLayout | None) -> Tensor:
     """Return [91] int64 that says ``layout``; None: nothing comes in this step."""
     words = [0, 0] if layout is None else [1 + layout.bare, len(layout.pieces)]
     for piece in layout.pieces if layout else ():
@@ -91,17 +91,17 @@ def header(layout: Layout | None) -> Tensor:
     return said
 
 
-def layout_of(said: Tensor) -> Layout | None:
+def decode_transfer_layout(said: Tensor) -> TransferLayout | None:
     """Return what a header says."""
     kind, count, *words = said.tolist()
     if not kind:
         return None
     fields = (words[i * _FIELDS : (i + 1) * _FIELDS] for i in range(count))
-    pieces = (Piece(tuple(sizes[:dims]), _DTYPES[dtype], bool(back)) for dtype, back, dims, *sizes in fields)
-    return Layout(tuple(pieces), kind == 2)
+    pieces = (TensorMeta(tuple(sizes[:dims]), _DTYPES[dtype], bool(back)) for dtype, back, dims, *sizes in fields)
+    return TransferLayout(tuple(pieces), kind == 2)
 
 
-def checked(where: str, outputs: object) -> Outputs:
+def check_stage_outputs(where: str, outputs: object) -> StageOutputs:
     """Return what a stage returned, to be sent.
 
     Raises:
@@ -113,7 +113,7 @@ def checked(where: str, outputs: object) -> Outputs:
         raise ContractError(
             where,
             expected=f"a tensor, or a tuple of up to {MOST_TENSORS} tensors, for the next stage",
-            got=describe(outputs),
+            got=describe_value(outputs),
             do="Let the last block of each stage return tensors alone.",
         )
     for tensor in tensors:  # type: ignore[attr-defined]
@@ -124,10 +124,10 @@ def checked(where: str, outputs: object) -> Outputs:
                 got=f"one of {tensor.dim()} dimensions, {tensor.dtype}, {tensor.layout}",
                 do="Convert it before the stage ends.",
             )
-    return Outputs(tuple(tensors), isinstance(outputs, Tensor))  # type: ignore[arg-type]
+    return StageOutputs(tuple(tensors), isinstance(outputs, Tensor))  # type: ignore[arg-type]
 
 
-class _Way:
+class _OneWayChannel:
     """Carry tensors one way: a channel, what is under way, and whether tensor ranks share the work.
 
     Where all tensor ranks hold the same, each sends its part alone, and those that receive gather the parts
@@ -140,8 +140,8 @@ class _Way:
         self._sender, self._receiver = sender, receiver
         self.name = name
         self.device = self._channel.device
-        self._sent: list[tuple[Handle, Tensor]] = []
-        self._coming: dict[int, list[tuple[Handle, Tensor]]] = {}
+        self._sent: list[tuple[AsyncHandle, Tensor]] = []
+        self._coming: dict[int, list[tuple[AsyncHandle, Tensor]]] = {}
 
     def send(self, micro: int, tensors: Sequence[Tensor]) -> None:
         self._sent = [each for each in self._sent if not each[0].done()]
@@ -149,7 +149,7 @@ class _Way:
             flat = self._part(tensor.detach().reshape(-1))
             self._sent.append((self._channel.send(flat, self._receiver, self._tag(micro)), flat))
 
-    def expect(self, micro: int, pieces: Sequence[Piece]) -> None:
+    def expect(self, micro: int, pieces: Sequence[TensorMeta]) -> None:
         """Begin to receive what a micro-batch brings, unless that has begun."""
         if micro in self._coming:
             return
@@ -159,7 +159,7 @@ class _Way:
             part = self._part(whole.view(-1))
             coming.append((self._channel.recv(part, self._sender, self._tag(micro)), whole))
 
-    def take(self, micro: int, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+    def take(self, micro: int, pieces: Sequence[TensorMeta]) -> tuple[Tensor, ...]:
         """Return what a micro-batch brings, once it is here."""
         self.expect(micro, pieces)
         return tuple(self._whole(handle, whole) for handle, whole in self._coming.pop(micro))
@@ -170,7 +170,7 @@ class _Way:
             handle.wait()
         self._sent = []
 
-    def _whole(self, handle: Handle, whole: Tensor) -> Tensor:
+    def _whole(self, handle: AsyncHandle, whole: Tensor) -> Tensor:
         handle.wait()
         group, flat = self._group, whole.view(-1)
         if group is not None and group.size > 1 and flat.numel() % group.size == 0:
@@ -188,7 +188,7 @@ class _Way:
         return f"{self.name} #{micro}"
 
 
-class Edge:
+class StageLink:
     """Be one end of the way from a stage to the next: its sender's, or its receiver's.
 
     Args:
@@ -204,13 +204,13 @@ class Edge:
     def __init__(self, mesh: CountingMesh, stage: int, ranks: tuple[int, int], repeated: bool) -> None:
         before, after = ranks
         self.name = f"stage {stage}>{stage + 1}"
-        self._ahead = _Way(mesh, self.name, before, after, repeated)
-        self._back = _Way(mesh, f"stage {stage + 1}>{stage}", after, before, repeated)
+        self._ahead = _OneWayChannel(mesh, self.name, before, after, repeated)
+        self._back = _OneWayChannel(mesh, f"stage {stage + 1}>{stage}", after, before, repeated)
         self._host: Communicator = mesh.communicator((PIPE,), HOST_CHANNEL)
         self._ranks = ranks
-        self._said: list[tuple[Handle, Tensor]] = []
-        self._heading: tuple[Handle, Tensor] | None = None
-        self.layout: Layout | None = None
+        self._said: list[tuple[AsyncHandle, Tensor]] = []
+        self._heading: tuple[AsyncHandle, Tensor] | None = None
+        self.layout: TransferLayout | None = None
         self.closed = False
 
     def begin(self) -> None:
@@ -227,7 +227,7 @@ class Edge:
 
     # -- the sender's end ------------------------------------------------------------------------------------------
 
-    def give(self, micro: int, outputs: Outputs | None) -> None:
+    def give(self, micro: int, outputs: StageOutputs | None) -> None:
         """Send a micro-batch's activations; None: there are none, since the stage has raised.
 
         Raises:
@@ -263,24 +263,24 @@ class Edge:
         if self.layout is not None:
             self._ahead.expect(micro, self.layout.pieces)
         elif self._heading is None and not self.closed:
-            said = header(None)
+            said = encode_transfer_layout(None)
             self._heading = (self._host.recv(said, self._ranks[0], f"{self.name} shapes"), said)
 
-    def take(self, micro: int) -> Outputs | None:
+    def take(self, micro: int) -> StageOutputs | None:
         """Return a micro-batch's activations, leaves for autograd; None where the sender has raised."""
         self.expect(micro)
         if self._heading is not None:
             handle, said = self._heading
             self._heading = None
             handle.wait()
-            self.layout = layout_of(said)
+            self.layout = decode_transfer_layout(said)
             self.closed = self.layout is None
         if self.layout is None:
             return None
         tensors = self._ahead.take(micro, self.layout.pieces)
         for tensor, piece in zip(tensors, self.layout.pieces, strict=True):
             tensor.requires_grad_(piece.returns)
-        return Outputs(tensors, self.layout.bare)
+        return StageOutputs(tensors, self.layout.bare)
 
     def give_back(self, micro: int, gradients: tuple[Tensor, ...] | None) -> None:
         """Send the gradients of a micro-batch's activations, of those that have some; None: the stage has raised."""
@@ -290,14 +290,14 @@ class Edge:
     # --------------------------------------------------------------------------------------------------------------
 
     @property
-    def _returning(self) -> tuple[Piece, ...]:
+    def _returning(self) -> tuple[TensorMeta, ...]:
         """Return what comes back: no gradient crosses an edge that needs none."""
         return tuple(piece for piece in self.layout.pieces if piece.returns) if self.layout else ()
 
-    def _announce(self, layout: Layout | None) -> None:
-        said = header(layout)
+    def _announce(self, layout: TransferLayout | None) -> None:
+        said = encode_transfer_layout(layout)
         self._said.append((self._host.send(said, self._ranks[1], f"{self.name} shapes"), said))
         self.layout, self.closed = layout, layout is None
 
-    def _zeros(self, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+    def _zeros(self, pieces: Sequence[TensorMeta]) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(piece.shape, dtype=piece.dtype, device=self._ahead.device) for piece in pieces)

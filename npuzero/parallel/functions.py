@@ -5,24 +5,25 @@ They come in pairs of conjugates: the backward of each is the other's forward, s
     ===========  ======================  ======================  ============================================
     function     forward                 backward                from, to (the ranks of the group hold)
     ===========  ======================  ======================  ============================================
-    ``copy``     nothing                 all_reduce              the same, the same of which each uses a part
-    ``total``    all_reduce              nothing                 parts of a sum, the sum
-    ``gather``   all_gather              reduce_scatter          slices, the whole of which each uses a part
-    ``scatter``  reduce_scatter          all_gather              parts of a sum, slices of the sum
-    ``collect``  all_gather              this rank's slice       slices, the whole that all use alike
-    ``split``    this rank's slice       all_gather              the same, slices
-    ``swap``     all_to_all              all_to_all              slices of one dimension, slices of another
+    ``copy_to_ranks``     nothing                 all_reduce              the same, the same of which each uses a part
+    ``all_reduce_sum``    all_reduce              nothing                 parts of a sum, the sum
+    ``all_gather_dim``   all_gather              reduce_scatter          slices, the whole of which each uses a part
+    ``reduce_scatter_dim``  reduce_scatter          all_gather              parts of a sum, slices of the sum
+    ``gather_replicated``  all_gather              this rank's slice       slices, the whole that all use alike
+    ``split_replicated``    this rank's slice       all_gather              the same, slices
+    ``all_to_all_dims``     all_to_all              all_to_all              slices of one dimension, slices of another
     ===========  ======================  ======================  ============================================
 
-Megatron-LM's f and g are ``copy`` and ``total`` (Shoeybi et al. 2019, section 3), its sequence-parallel g and g-bar
-``gather`` and ``scatter`` (Korthikanti et al. 2022, section 4.2.2); ``swap`` is DeepSpeed-Ulysses' all-to-all (Jacobs
-et al. 2023, section 3.1).
+Megatron-LM's f and g are ``copy_to_ranks`` and ``all_reduce_sum`` (Shoeybi et al. 2019, section 3), its
+sequence-parallel g and g-bar ``all_gather_dim`` and ``reduce_scatter_dim`` (Korthikanti et al. 2022, section 4.2.2);
+``all_to_all_dims`` is DeepSpeed-Ulysses' all-to-all (Jacobs et al. 2023, section 3.1).
 
 Invariants:
     * all ranks of the group call the same functions in the same order, also in backward, on equal shapes and dtypes;
     * sums run as the communicator's: in the order of ranks, bf16 and f16 added in f32 and rounded once; what is the
       same on all ranks is so to the bit;
-    * results (but that of ``copy``, a view) are contiguous and may be written into; nothing is saved for backward;
+    * results (but that of ``copy_to_ranks``, a view) are contiguous and may be written into; nothing is saved for
+    backward;
       a group of one rank returns ``x`` itself.
 """
 
@@ -44,7 +45,7 @@ from npuzero.plan import divisors
 _Map = Callable[[Tensor], Tensor]
 
 
-class _Conjugate(torch.autograd.Function):
+class _ConjugateMap(torch.autograd.Function):
     """Apply a linear map over all ranks' tensors, and its conjugate to gradients."""
 
     @staticmethod
@@ -55,17 +56,17 @@ class _Conjugate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         there, back = ctx.maps
-        return _linear(grad, back, there), None
+        return _apply_linear_map(grad, back, there), None
 
 
-def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
+def _apply_linear_map(x: Tensor, there: _Map, back: _Map) -> Tensor:
     # Where nobody asks for derivatives, a function of Python costs more than the map.
     if not (x.requires_grad and torch.is_grad_enabled()):
         return there(x)
-    return cast(Tensor, _Conjugate.apply(x, (there, back)))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ConjugateMap.apply(x, (there, back)))  # type: ignore[no-untyped-call]
 
 
-def copy(x: Tensor, group: Communicator) -> Tensor:
+def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
     """Return ``x``, which all ranks hold alike; its gradient is the sum of the ranks' gradients.
 
     Stands before what each rank computes a part of, such as Linears whose outputs are sharded. Megatron-LM's f.
@@ -81,7 +82,7 @@ def copy(x: Tensor, group: Communicator) -> Tensor:
     return y
 
 
-def total(x: Tensor, group: Communicator) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Communicator) -> Tensor:
     """Return the sum of the ranks' ``x``; its gradient, the same on all ranks, is that of each.
 
     Stands behind what each rank has computed a part of, such as Linears whose inputs are sharded. Megatron-LM's g.
@@ -89,10 +90,10 @@ def total(x: Tensor, group: Communicator) -> Tensor:
     Args:
         x: [...], float; a part of the sum on each rank.
     """
-    return x if group.size == 1 else _linear(x, partial(_sum, group), _same)
+    return x if group.size == 1 else _apply_linear_map(x, partial(_all_reduce_copy, group), _identity_view)
 
 
-def gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def all_gather_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
     """Return the ranks' ``x`` concatenated along ``dim``; each gets its slice of the sum of the ranks' gradients.
 
     Stands before what each rank computes a part of, where outside of it a sequence is sharded.
@@ -106,10 +107,10 @@ def gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _over(x, group, "gather: dim", dim, _gather, _scatter)
+    return _apply_map_along(x, group, "gather: dim", dim, _all_gather_along, _reduce_scatter_along)
 
 
-def scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def reduce_scatter_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
     """Return this rank's slice along ``dim`` of the sum of the ranks' ``x``; gradients of slices are concatenated.
 
     Stands behind what each rank has computed a part of, where outside of it a sequence is sharded.
@@ -123,10 +124,10 @@ def scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _over(x, group, "scatter: dim", dim, _scatter, _gather, divides=True)
+    return _apply_map_along(x, group, "scatter: dim", dim, _reduce_scatter_along, _all_gather_along, divides=True)
 
 
-def collect(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def gather_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
     """Return the ranks' ``x`` concatenated along ``dim``, for all ranks to use alike.
 
     The gradient is then the same on all ranks, and each takes its slice: nothing is sent.
@@ -140,10 +141,10 @@ def collect(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _over(x, group, "collect: dim", dim, _gather, _slice)
+    return _apply_map_along(x, group, "collect: dim", dim, _all_gather_along, _copy_rank_slice)
 
 
-def split(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def split_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
     """Return this rank's slice along ``dim`` of ``x``, which all ranks hold alike; gradients are concatenated.
 
     Args:
@@ -155,10 +156,10 @@ def split(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _over(x, group, "split: dim", dim, _slice, _gather, divides=True)
+    return _apply_map_along(x, group, "split: dim", dim, _copy_rank_slice, _all_gather_along, divides=True)
 
 
-def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
+def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
     """Return ``x`` sharded along ``split_dim``, which was sharded along ``gather_dim``; gradients travel back.
 
     Stands before attention, from slices of the sequence to slices of the heads, and the other way round behind it.
@@ -172,7 +173,10 @@ def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Ten
     Raises:
         ContractError: ``x`` lacks a dimension, both are one, or the group does not divide ``split_dim``.
     """
-    splits, gathers = _dimension(x, "swap: split_dim", split_dim), _dimension(x, "swap: gather_dim", gather_dim)
+    splits, gathers = (
+        _normalize_dimension(x, "swap: split_dim", split_dim),
+        _normalize_dimension(x, "swap: gather_dim", gather_dim),
+    )
     if splits == gathers:
         raise ContractError(
             "swap",
@@ -183,10 +187,12 @@ def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Ten
     _check_divides(x, group, "swap: split_dim", splits)
     if group.size == 1:
         return x
-    return _linear(x, partial(_swap, group, splits, gathers), partial(_swap, group, gathers, splits))
+    return _apply_linear_map(
+        x, partial(_all_to_all_along, group, splits, gathers), partial(_all_to_all_along, group, gathers, splits)
+    )
 
 
-def _over(
+def _apply_map_along(
     x: Tensor,
     group: Communicator,
     subject: str,
@@ -197,72 +203,72 @@ def _over(
     divides: bool = False,
 ) -> Tensor:
     """Check ``dim``, and apply a pair of maps along it."""
-    dim = _dimension(x, subject, dim)
+    dim = _normalize_dimension(x, subject, dim)
     if divides:
         _check_divides(x, group, subject, dim)
     if group.size == 1:
         return x
-    return _linear(x, partial(there, group, dim), partial(back, group, dim))
+    return _apply_linear_map(x, partial(there, group, dim), partial(back, group, dim))
 
 
 # -- the maps: of x, which comes last ----------------------------------------------------------------------------------
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity_view(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
 def _sum_gradients(group: Communicator, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     (gradient,) = gradients
-    return (total(gradient, group) if torch.is_grad_enabled() else _sum(group, gradient),)
+    return (all_reduce_sum(gradient, group) if torch.is_grad_enabled() else _all_reduce_copy(group, gradient),)
 
 
-def _sum(group: Communicator, x: Tensor) -> Tensor:
+def _all_reduce_copy(group: Communicator, x: Tensor) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     group.all_reduce(result.ravel()).wait()
     return result
 
 
-def _slice(group: Communicator, dim: int, x: Tensor) -> Tensor:
+def _copy_rank_slice(group: Communicator, dim: int, x: Tensor) -> Tensor:
     part = x.shape[dim] // group.size  # copied: a view would keep all of x
     return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
 
 
-def _gather(group: Communicator, dim: int, x: Tensor) -> Tensor:
-    return _join(group.gathered(x.ravel()), group.size, x.shape, dim)
+def _all_gather_along(group: Communicator, dim: int, x: Tensor) -> Tensor:
+    return _unpack_slices(group.gathered(x.ravel()), group.size, x.shape, dim)
 
 
-def _scatter(group: Communicator, dim: int, x: Tensor) -> Tensor:
+def _reduce_scatter_along(group: Communicator, dim: int, x: Tensor) -> Tensor:
     if x.dtype not in WIRES:  # float64, which reduce_scatter does not send
-        return _slice(group, dim, _sum(group, x))
-    part = group.scattered(_divide(x, group.size, dim)).view(_sizes(x.shape, dim, 1, group.size))
+        return _copy_rank_slice(group, dim, _all_reduce_copy(group, x))
+    part = group.scattered(_pack_slices(x, group.size, dim)).view(_resize_dimension(x.shape, dim, 1, group.size))
     return part.data  # no view, for autograd: a program may write into it
 
 
-def _swap(group: Communicator, splits: int, gathers: int, x: Tensor) -> Tensor:
-    parts = _divide(x, group.size, splits)
+def _all_to_all_along(group: Communicator, splits: int, gathers: int, x: Tensor) -> Tensor:
+    parts = _pack_slices(x, group.size, splits)
     received = torch.empty_like(parts)
     group.all_to_all(received, parts).wait()
-    return _join(received, group.size, _sizes(x.shape, splits, 1, group.size), gathers)
+    return _unpack_slices(received, group.size, _resize_dimension(x.shape, splits, 1, group.size), gathers)
 
 
-def _divide(x: Tensor, ranks: int, dim: int) -> Tensor:
+def _pack_slices(x: Tensor, ranks: int, dim: int) -> Tensor:
     """Return the slices along ``dim``, one after the other: without a copy where all dimensions before are 1."""
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
     return x.ravel()
 
 
-def _join(parts: Tensor, ranks: int, shape: Sequence[int], dim: int) -> Tensor:
-    """Return the inverse of ``_divide``, of parts that have ``shape``; likewise without a copy."""
+def _unpack_slices(parts: Tensor, ranks: int, shape: Sequence[int], dim: int) -> Tensor:
+    """Return the inverse of ``_pack_slices``, of parts that have ``shape``; likewise without a copy."""
     if math.prod(shape[:dim]) > 1:
         whole = parts.view(ranks, *shape).movedim(0, dim).flatten(dim, dim + 1)
     else:
-        whole = parts.view(_sizes(shape, dim, ranks, 1))
+        whole = parts.view(_resize_dimension(shape, dim, ranks, 1))
     return whole.data  # no view, as above
 
 
-def _sizes(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
+def _resize_dimension(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
     """Return ``shape`` with another size along ``dim``."""
     sizes = list(shape)
     sizes[dim] = sizes[dim] * times // over
@@ -272,7 +278,7 @@ def _sizes(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _dimension(x: Tensor, subject: str, dim: int) -> int:
+def _normalize_dimension(x: Tensor, subject: str, dim: int) -> int:
     dims = x.dim()
     if not -dims <= dim < dims:
         raise ContractError(
@@ -291,12 +297,12 @@ def _check_divides(x: Tensor, group: Communicator, subject: str, dim: int) -> No
             subject,
             expected=f"a size that the {group.size} ranks of {group.name!r} divide",
             got=f"{size}, dimension {dim} of {tuple(x.shape)}",
-            do=f"Use {_words(divisors(size))} ranks, or pad to {-(-size // group.size) * group.size}.",
+            do=f"Use {_format_alternatives(divisors(size))} ranks, or pad to {-(-size // group.size) * group.size}.",
             size=size,
             ranks=group.size,
             divisors=divisors(size),
         )
 
 
-def _words(numbers: list[int]) -> str:
+def _format_alternatives(numbers: list[int]) -> str:
     return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))

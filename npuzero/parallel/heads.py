@@ -26,21 +26,21 @@ def head_counts(module: nn.Module) -> tuple[int, int]:
     """Return how many heads queries have, and how many keys and values; 0: it is no attention, or says nothing."""
     if not is_attention(module):
         return 0, 0
-    queries = _first(module, HEADS)
-    return queries, _first(module, KEY_VALUE_HEADS) or queries
+    queries = _find_head_count(module, HEADS)
+    return queries, _find_head_count(module, KEY_VALUE_HEADS) or queries
 
 
 def is_attention(module: nn.Module) -> bool:
     """Tell whether ``module`` itself says how many heads it has, or how large one is."""
-    return any(_count(module, name) for name in (*HEADS, *KEY_VALUE_HEADS, *HEAD_SIZE))
+    return any(_read_positive_count(module, name) for name in (*HEADS, *KEY_VALUE_HEADS, *HEAD_SIZE))
 
 
 def head_size(module: nn.Module) -> int:
     """Return how many features a head has; 0: ``module`` says nothing."""
-    return next((size for name in HEAD_SIZE if (size := _count(module, name))), 0)
+    return next((size for name in HEAD_SIZE if (size := _read_positive_count(module, name))), 0)
 
 
-def check_heads(path: str, module: nn.Module, ranks: int) -> None:
+def check_attention_heads(path: str, module: nn.Module, ranks: int) -> None:
     """Check that tensor ranks divide the heads of an attention.
 
     Raises:
@@ -54,7 +54,7 @@ def check_heads(path: str, module: nn.Module, ranks: int) -> None:
                 f"parallel.tensor(): axis tensor: {what} of {path}",
                 expected=f"a number of {what} that {ranks} tensor ranks divide",
                 got=f"{count} {what}" + (f" ({queries} of queries)" if count != queries else ""),
-                do=f"Choose tensor={any_of(fitting)}: a head lies on one rank, and is not repeated.",
+                do=f"Choose tensor={format_choices(fitting)}: a head lies on one rank, and is not repeated.",
                 axis="tensor",
                 divisors=fitting,
             )
@@ -75,7 +75,7 @@ def check_features(path: str, module: nn.Module, spans: tuple[int, ...], ranks: 
         f"parallel.tensor(): axis tensor: parameter {path}",
         expected=f"whole heads of {size} features on each of {ranks} tensor ranks",
         got=", ".join(f"{span} features = {count:g} heads" for span, count in zip(spans, heads, strict=True)),
-        do=f"Choose tensor={any_of(fitting)}: a head lies on one rank, and is not repeated.",
+        do=f"Choose tensor={format_choices(fitting)}: a head lies on one rank, and is not repeated.",
         axis="tensor",
         divisors=fitting,
     )
@@ -84,11 +84,13 @@ def check_features(path: str, module: nn.Module, spans: tuple[int, ...], ranks: 
 def divide_attributes(module: nn.Module, ranks: int) -> None:
     """Have the attributes of a module around cut Linears, and its config, say what one of ``ranks`` has."""
     for name in (*HEADS, *KEY_VALUE_HEADS, *FEATURES):
-        if count := _count(module, name):
+        if count := _read_positive_count(module, name):
             setattr(module, name, count // ranks)
     config = getattr(module, "config", None)
     if config is not None and is_attention(module):
-        counts = {name: count // ranks for name in (*HEADS, *KEY_VALUE_HEADS) if (count := _count(config, name))}
+        counts = {
+            name: count // ranks for name in (*HEADS, *KEY_VALUE_HEADS) if (count := _read_positive_count(config, name))
+        }
         if counts:
             module.config = RankConfig(config, **counts)  # type: ignore[assignment]
 
@@ -105,16 +107,16 @@ class RankConfig:
         return getattr(self._config, name)
 
 
-def _count(owner: Any, name: str) -> int:
+def _read_positive_count(owner: Any, name: str) -> int:
     value = getattr(owner, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def _first(module: nn.Module, names: tuple[str, ...]) -> int:
+def _find_head_count(module: nn.Module, names: tuple[str, ...]) -> int:
     """Return the first of the counts that ``module``, or else its config, says."""
     owners = (module, getattr(module, "config", None))
-    return next((count for owner in owners for name in names if (count := _count(owner, name))), 0)
+    return next((count for owner in owners for name in names if (count := _read_positive_count(owner, name))), 0)
 
 
-def any_of(numbers: list[int]) -> str:
+def format_choices(numbers: list[int]) -> str:
     return " or ".join(map(str, numbers))

@@ -11,13 +11,13 @@ from npuzero.errors import ConfigError
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.plan import Memory, Placement, Plan
 from npuzero.shard import build
-from npuzero.shard.plans import Plans
+from npuzero.shard.plans import UnitPlans
 
 #: Of the device's memory, that a training state may take whose parameters stay unsharded.
 BETWEEN_SHARE = 0.5
 
 
-def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, plans: Plans) -> Plan:
+def choose_between_plan(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, plans: UnitPlans) -> Plan:
     """Return the plan by which parameters, once gathered, stay unsharded until the step, where that is possible.
 
     A pipeline has many micro-batches a step: gathered for each, parameters would travel as often, forward and backward.
@@ -41,10 +41,10 @@ def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, pla
                 do="Leave it out, or choose the schedule 1f1b.",
             )
         return replace(plan, between=Placement(()))
-    kept = unsharded_between(plan)
+    kept = make_unsharded_plan(plan)
     if kept is None:
         return plan
-    foreseen = build.predict(
+    foreseen = build.predict_model(
         pipe, replace(plans, model=kept), mesh, pipe.unit_rule, settings, pipe.parts, acts=pipe.acts
     )
     where = mesh.world.device
@@ -53,7 +53,7 @@ def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, pla
     return kept if all(mesh.world.exchange(fits, "pipeline")) else plan
 
 
-def unsharded_between(plan: Plan) -> Plan | None:
+def make_unsharded_plan(plan: Plan) -> Plan | None:
     """Return the plan by which parameters stay unsharded between micro-batches; None where that is not to be chosen."""
     if plan.between is not None or not plan.parameters.axes or plan.parameters.far:
         return None

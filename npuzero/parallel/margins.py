@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Margin(Protocol):
+class CosineMargin(Protocol):
     """Change the cosine between a feature and its own class, for a loss that is to make it larger.
 
     Attributes:

@@ -7,13 +7,15 @@ from torch import nn
 from npuzero import comm
 from npuzero.arguments import check_count
 from npuzero.comm import Mesh, World
-from npuzero.config import describe, public_name
-from npuzero.errors import ConfigError, keywords
-from npuzero.parallel.sequence_models import check_prepared
-from npuzero.shard.axes import mesh_of
+from npuzero.config import describe_value, public_name
+from npuzero.errors import ConfigError, refuse_unknown_keywords
+from npuzero.parallel.sequence_models import check_sequence_prepared
+from npuzero.shard.axes import find_mesh
 
 
-@keywords(tp="tensor", tensor_parallel="tensor", pp="pipe", pipeline="pipe", dp="data", sp="sequence", cp="sequence")
+@refuse_unknown_keywords(
+    tp="tensor", tensor_parallel="tensor", pp="pipe", pipeline="pipe", dp="data", sp="sequence", cp="sequence"
+)
 def mesh(
     *,
     data: int | None = None,
@@ -46,7 +48,7 @@ def mesh(
         print(mesh.size(("node", "local")), "ranks with data of their own")
     """
     world = comm.current_world() if world is None else world
-    given(world, None, "npuzero.mesh()")
+    check_given_ranks(world, None, "npuzero.mesh()")
     if data is not None:
         check_count("npuzero.mesh(): data", data, "Give the number of ranks with data of their own, or leave it out.")
     made = Mesh(world, local_size, pipe=pipe, pod=pod, sequence=sequence, tensor=tensor)
@@ -60,16 +62,17 @@ def mesh(
     return made
 
 
-def ranks_of(model: nn.Module, world: object, mesh: object) -> World | Mesh | None:
+def find_training_ranks(model: nn.Module, world: object, mesh: object) -> World | Mesh | None:
     """Return the ranks that :func:`npuzero.zero` trains ``model`` on: those given, else the mesh that its layers were
     divided over; None: neither, so all ranks.
 
     Raises:
-        ConfigError: as :func:`given`; the layers were divided over another mesh; a sequence axis and a model of
+        ConfigError: as :func:`check_given_ranks`; the layers were divided over another mesh; a sequence axis and a
+            model of
             transformers that :func:`npuzero.parallel.sequence` has not prepared.
     """
-    ranks = mesh_of(model, given(world, mesh))
-    check_prepared(model, ranks)
+    ranks = find_mesh(model, check_given_ranks(world, mesh))
+    check_sequence_prepared(model, ranks)
     return ranks
 
 
@@ -81,13 +84,15 @@ def check_pipeline(model: object, mesh: object, loss_fn: object) -> None:
     )
     for value, kind, name, expected, do in wanted:
         if not isinstance(value, kind):
-            raise ConfigError(f"npuzero.pipeline(): {name}", expected=expected, got=describe(value), do=do)
+            raise ConfigError(f"npuzero.pipeline(): {name}", expected=expected, got=describe_value(value), do=do)
     if loss_fn is not None and not callable(loss_fn):
         do = "Give a function of the model's output and its targets."
-        raise ConfigError("npuzero.pipeline(): loss_fn", expected="a function, or None", got=describe(loss_fn), do=do)
+        raise ConfigError(
+            "npuzero.pipeline(): loss_fn", expected="a function, or None", got=describe_value(loss_fn), do=do
+        )
 
 
-def given(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:
+def check_given_ranks(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:
     """Return the ranks that a program gave ``subject``: a world, a mesh, a mesh and its world, or none.
 
     Raises:
@@ -102,7 +107,7 @@ def given(world: object, mesh: object, subject: str = "npuzero.zero()") -> World
             if mesh is None
             else "Pass what npuzero.mesh() returned."
         )
-        raise ConfigError(f"{subject}: {name}", expected=f"a {public_name(kind)}", got=describe(ranks), do=do)
+        raise ConfigError(f"{subject}: {name}", expected=f"a {public_name(kind)}", got=describe_value(ranks), do=do)
     if isinstance(ranks, Mesh) and world not in (None, ranks.world):
         do = "Give the mesh alone."
         raise ConfigError(subject, expected="the world of the mesh", got=f"{world} and {mesh}", do=do)

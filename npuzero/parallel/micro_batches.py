@@ -16,7 +16,7 @@ from npuzero.plan import divisors
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
+def split_micro_batches(batch: Batch, count: int) -> list[Batch]:
     """Return ``count`` equal parts of a batch along the first dimension of its tensors.
 
     Raises:
@@ -41,12 +41,12 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [tree_unflatten(list(each), tree) for each in zip(*parts, strict=True)]
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def merge_micro_batches(outputs: Sequence[Any]) -> Any:
     """Return the outputs of micro-batches as one: tensors joined along the first dimension, a model's by its logits."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
     if isinstance(first, (tuple, list)):
-        return tuple(joined(each) for each in zip(*outputs, strict=True))
+        return tuple(merge_micro_batches(each) for each in zip(*outputs, strict=True))
     logits = [getattr(output, "logits", None) for output in outputs]
-    return list(outputs) if any(each is None for each in logits) else joined(logits)
+    return list(outputs) if any(each is None for each in logits) else merge_micro_batches(logits)

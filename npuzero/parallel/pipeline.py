@@ -24,14 +24,14 @@ from torch import Tensor
 
 from npuzero import observe
 from npuzero.comm import HOST_CHANNEL, Mesh
-from npuzero.comm.calls import collective, set_failure
-from npuzero.config import describe
+from npuzero.comm.calls import collective_call, set_failure
+from npuzero.config import describe_value
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
-from npuzero.parallel.edges import Edge, Outputs, checked, header
-from npuzero.parallel.micro_batches import Batch, joined, micro_batches
-from npuzero.parallel.schedule import Act, Schedule
+from npuzero.parallel.edges import StageLink, StageOutputs, check_stage_outputs, encode_transfer_layout
+from npuzero.parallel.micro_batches import Batch, merge_micro_batches, split_micro_batches
+from npuzero.parallel.schedule import PipelineSchedule, StageAction
 from npuzero.parallel.split_backward import input_gradients, weight_gradients
-from npuzero.parallel.stages import Division, Stages
+from npuzero.parallel.stages import PipelineStages, StageDivision
 from npuzero.plan import AXES, DIGEST_BITS, PIPE, TENSOR, Report, ring_bytes
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_of
@@ -41,13 +41,13 @@ from npuzero.shard.inputs import SharedInputs
 Loss = Callable[..., Tensor]
 
 
-class Scaler(Protocol):
+class LossScalerProtocol(Protocol):
     """Describe what scales a loss: :class:`npuzero.LossScaler`."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
 
 
-class Pipeline(Stages):
+class Pipeline(PipelineStages):
     """Train the stages of a model that lie on this rank; made by :func:`npuzero.pipeline`.
 
     It is the model that ``zero`` has sharded: ``npuzero.clip_grad_norm_``, ``report``, ``full_state_dict``, ``export``
@@ -60,12 +60,12 @@ class Pipeline(Stages):
             backward not over.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     sharers: int
     peak: int
-    _runner: Runner
+    _runner: PipelineRunner
 
-    def follow(self, schedule: Schedule, sharers: int = 1) -> None:
+    def follow(self, schedule: PipelineSchedule, sharers: int = 1) -> None:
         """Take the schedule whose row for this rank steps follow.
 
         Args:
@@ -74,7 +74,7 @@ class Pipeline(Stages):
         self.schedule, self.sharers, self.peak = schedule, sharers, 0
 
     @property
-    def row(self) -> tuple[Act, ...]:
+    def row(self) -> tuple[StageAction, ...]:
         """Return what this rank does in a step."""
         return self.schedule.row(self.numbers[0] % self.schedule.ranks)
 
@@ -98,7 +98,7 @@ class Pipeline(Stages):
         acts = [act for act in self.row if act.kind in first]
         sends = sum(act.stage != self.count - 1 - first[act.kind] for act in acts)
         gathers = sum(act.stage != first[act.kind] for act in acts)
-        headers = sum(stage < self.count - 1 for stage in self.numbers) * header(None).nbytes
+        headers = sum(stage < self.count - 1 for stage in self.numbers) * encode_transfer_layout(None).nbytes
         flags = 4 * (2 + DIGEST_BITS)
         said = headers + sum(ring_bytes("all_reduce", size, foreseen.world) for size in (flags, 4))  # and the loss
         foreseen = foreseen.with_more("send", PIPE, sends * nbytes // self.sharers)
@@ -111,11 +111,16 @@ class Pipeline(Stages):
         Args:
             overlap: receive for the next act while one computes.
         """
-        self._runner = Runner(self, engine_of(self), mesh, loss_fn, overlap)
+        self._runner = PipelineRunner(self, engine_of(self), mesh, loss_fn, overlap)
 
-    @collective("pipeline.step")
+    @collective_call("pipeline.step")
     def step(
-        self, *args: Any, target: Any = None, train: bool = True, scaler: Scaler | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        train: bool = True,
+        scaler: LossScalerProtocol | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch, in micro-batches; an optimizer's ``step()`` follows. Collective.
 
@@ -148,13 +153,13 @@ class Pipeline(Stages):
                 do="Leave no_grad() for it, or pass train=False.",
             )
         with torch.set_grad_enabled(train):
-            result = runner.run((args, kwargs, () if target is None else _as_tuple(target)), train, scaler)
+            result = runner.run((args, kwargs, () if target is None else _wrap_in_tuple(target)), train, scaler)
         if train:
             self.peak = runner.peak
         return result
 
 
-class Runner:
+class PipelineRunner:
     """Run a pipeline's steps on this rank; see :meth:`Pipeline.open`.
 
     Attributes:
@@ -182,7 +187,7 @@ class Runner:
         ranks = self._schedule.ranks
         # Each rank of the pipe makes the channels of all edges, in one order.
         repeated = model.sharers > 1
-        edges = [Edge(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
+        edges = [StageLink(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
         self._before = {stage: edges[stage - 1] for stage in model.numbers if stage}
         self._behind = {stage: edges[stage] for stage in model.numbers if stage < self._last}
         self._edges = [edge for edge in edges if edge in {*self._before.values(), *self._behind.values()}]
@@ -193,7 +198,7 @@ class Runner:
         self._inputs = SharedInputs(mesh, (PIPE, TENSOR))
         self.peak = 0
 
-    def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
+    def run(self, batch: Batch, train: bool, scaler: LossScalerProtocol | None) -> Any:
         """Run one step, see :meth:`Pipeline.step`."""
         self._engine.finite.look()  # on all stages at once: it may raise
         if train:
@@ -210,7 +215,7 @@ class Runner:
             edge.begin()
         self._micros: list[Batch] = []
         with self._trying(None):
-            self._micros = micro_batches(batch, self._schedule.micro_batches)
+            self._micros = split_micro_batches(batch, self._schedule.micro_batches)
             if scaler is not None:  # whose tensors are made where the first loss is: on every rank
                 scaler.scale(self._sum)
         try:
@@ -221,9 +226,9 @@ class Runner:
             raise error from self._cause()
         finally:
             set_failure("")
-        return self._mean_loss() if some else joined(self._outputs) if self._outputs else None
+        return self._mean_loss() if some else merge_micro_batches(self._outputs) if self._outputs else None
 
-    def _follow(self, row: Sequence[Act]) -> None:
+    def _follow(self, row: Sequence[StageAction]) -> None:
         """Run a row of the schedule.
 
         A rank that leaves its row breaks the world: its neighbours would take what it sends in the next step for what
@@ -244,18 +249,18 @@ class Runner:
 
     # -- acts ------------------------------------------------------------------------------------------------------
 
-    def _expect(self, acts: Sequence[Act]) -> None:
+    def _expect(self, acts: Sequence[StageAction]) -> None:
         for act in acts:
             if act.kind == "F" and act.stage in self._before:
                 self._before[act.stage].expect(act.micro)
             elif act.kind in {"B", "I"} and act.stage in self._behind:
                 self._behind[act.stage].expect_back(act.micro)
 
-    def _forward(self, act: Act) -> None:
+    def _forward(self, act: StageAction) -> None:
         stage, micro = act.stage, act.micro
         before, behind = self._before.get(stage), self._behind.get(stage)
-        inputs = Outputs(()) if before is None else before.take(micro)
-        outputs: Outputs | None = None
+        inputs = StageOutputs(()) if before is None else before.take(micro)
+        outputs: StageOutputs | None = None
         if inputs is not None and self._failure is None:
             with self._trying(act):
                 outputs = self._compute(act, inputs)
@@ -268,7 +273,7 @@ class Runner:
             behind.give(micro, None)  # what was refused is replaced
         return None
 
-    def _compute(self, act: Act, inputs: Outputs) -> Outputs:
+    def _compute(self, act: StageAction, inputs: StageOutputs) -> StageOutputs:
         """Return what the stage sends on; of the last one the loss, if there is one to differentiate."""
         args, kwargs, target = self._micros[act.micro]
         if act.stage:
@@ -276,17 +281,17 @@ class Runner:
         with self._engine.passes.part(self._parts[act.stage]):
             output = self._model(act.stage, *args, **kwargs)
         if act.stage < self._last:
-            return checked(f"{_words(act)}: output", output)
+            return check_stage_outputs(f"{_describe_action(act)}: output", output)
         loss = self._loss(output, target)
         if loss is None:
             self._outputs.append(output)
-            return Outputs(())
+            return StageOutputs(())
         self._sum += loss.detach()
         self._losses += 1
         if not self._train:
-            return Outputs(())
+            return StageOutputs(())
         loss = loss / self._schedule.micro_batches
-        return Outputs((loss if self._scaler is None else self._scaler.scale(loss),))
+        return StageOutputs((loss if self._scaler is None else self._scaler.scale(loss),))
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> Tensor | None:
         """Return the loss of a micro-batch; None where nothing says what it is, and nothing trains."""
@@ -303,15 +308,15 @@ class Runner:
         raise ContractError(
             "pipeline.step: the loss",
             expected="a tensor of one element, from loss_fn, the model's output.loss, or the last stage itself",
-            got=describe(loss),
+            got=describe_value(loss),
             do="Give npuzero.pipeline(loss_fn=...) and step(target=...), or labels that the model knows.",
         )
 
-    def _backward(self, act: Act) -> None:
+    def _backward(self, act: StageAction) -> None:
         self._backward_inputs(act)
         self._backward_weights(act)
 
-    def _backward_inputs(self, act: Act) -> None:
+    def _backward_inputs(self, act: StageAction) -> None:
         """Compute the gradients that the stage before waits for, and note how those of the weights come."""
         key = stage, micro = act.stage, act.micro
         before, behind = self._before.get(stage), self._behind.get(stage)
@@ -328,11 +333,11 @@ class Runner:
                     self._owed[key] = partial(self._differentiate, stage, reached, gradients)
                 elif reached:
                     self._differentiate(stage, reached, gradients)
-                returned = tuple(map(_gradient, wanting))
+                returned = tuple(map(_gradient_or_zeros, wanting))
         if before is not None:
             before.give_back(micro, returned)
 
-    def _backward_weights(self, act: Act) -> None:
+    def _backward_weights(self, act: StageAction) -> None:
         rest = self._owed.pop((act.stage, act.micro), None)
         if rest is not None and self._failure is None:
             with self._trying(act):
@@ -362,13 +367,13 @@ class Runner:
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
-    def _trying(self, act: Act | None) -> _Trying:
-        return _Trying(self, act)
+    def _trying(self, act: StageAction | None) -> _ErrorRecorder:
+        return _ErrorRecorder(self, act)
 
-    def fails(self, act: Act | None, error: Exception) -> None:
+    def fails(self, act: StageAction | None, error: Exception) -> None:
         """Note the first error of a step; ``act``: in which, None: before the first one."""
         if self._failure is None:
-            self._failure = ("the batch" if act is None else _words(act), error)
+            self._failure = ("the batch" if act is None else _describe_action(act), error)
             # Ranks beside this one may wait in a collective that it does not come to any more: they are told why.
             set_failure(self._cause_in_words())
 
@@ -417,10 +422,10 @@ class Runner:
         return total.view(())
 
 
-class _Trying(AbstractContextManager[None]):
+class _ErrorRecorder(AbstractContextManager[None]):
     """Note an error of the block, and go on: other ranks wait for what follows."""
 
-    def __init__(self, runner: Runner, act: Act | None) -> None:
+    def __init__(self, runner: PipelineRunner, act: StageAction | None) -> None:
         self._runner = runner
         self._act = act
 
@@ -431,9 +436,9 @@ class _Trying(AbstractContextManager[None]):
         return True
 
 
-def agreed(
-    mesh: Mesh, arguments: dict[str, str], make: Callable[[], tuple[Schedule, Division]]
-) -> tuple[Schedule, Division]:
+def agree_on_schedule(
+    mesh: Mesh, arguments: dict[str, str], make: Callable[[], tuple[PipelineSchedule, StageDivision]]
+) -> tuple[PipelineSchedule, StageDivision]:
     """Return the schedule and the division that all ranks make.
 
     Raises:
@@ -446,7 +451,7 @@ def agreed(
     except NpuZeroError as error:
         problem = error
     said = mesh.world.exchange(
-        {"problem": problem and str(problem), "mesh": repr(mesh), **arguments} | _facts(made), "pipeline"
+        {"problem": problem and str(problem), "mesh": repr(mesh), **arguments} | _describe_division(made), "pipeline"
     )
     if problem is not None:
         raise problem
@@ -465,7 +470,7 @@ def agreed(
     return made
 
 
-def _facts(made: tuple[Schedule, Division] | None) -> dict[str, str]:
+def _describe_division(made: tuple[PipelineSchedule, StageDivision] | None) -> dict[str, str]:
     if made is None:
         return {}
     schedule, division = made
@@ -477,13 +482,13 @@ def _facts(made: tuple[Schedule, Division] | None) -> dict[str, str]:
     }
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def _gradient_or_zeros(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _words(act: Act) -> str:
+def _describe_action(act: StageAction) -> str:
     return f"stage {act.stage}, {'forward' if act.kind == 'F' else 'backward'} of micro-batch #{act.micro}"
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _wrap_in_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -20,14 +20,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from npuzero.comm import Communicator
 from npuzero.errors import ContractError
-from npuzero.parallel.functions import collect, copy, gather, scatter, split, total
+from npuzero.parallel.functions import (
+    all_gather_dim,
+    all_reduce_sum,
+    copy_to_ranks,
+    gather_replicated,
+    reduce_scatter_dim,
+    split_replicated,
+)
 from npuzero.plan import divisors
 
 #: The dimension of activations that has positions.
 SEQUENCE_DIM = 1
 
 
-class Inputs:
+class ColumnLinearInputs:
     """Stand before Linears that may share an input, each cut by columns.
 
     Args:
@@ -66,7 +73,7 @@ class Inputs:
         self._waiting.clear()
 
     def _before_all(self, _around: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _with_activations(args, kwargs, self._take)
+        return _replace_activations(args, kwargs, self._take)
 
     def _before(self, linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
@@ -92,16 +99,16 @@ class Inputs:
 
     def _take(self, x: Tensor) -> Tensor:
         if not self._sliced:
-            return copy(x, self._group)
-        whole = gather(x, self._group, SEQUENCE_DIM)
+            return copy_to_ranks(x, self._group)
+        whole = all_gather_dim(x, self._group, SEQUENCE_DIM)
         self._saving = None
         if self._thrifty and torch.is_grad_enabled() and self._group.size > 1:
-            kept = _Kept(x.detach(), whole, self._group)
+            kept = _SavedInputSlice(x.detach(), whole, self._group)
             self._saving = saved_tensors_hooks(kept.pack, kept.unpack)
         return whole
 
 
-class _Kept:
+class _SavedInputSlice:
     """Keep this rank's slice of a gathered input for backward, in place of all of it."""
 
     def __init__(self, own: Tensor, whole: Tensor, group: Communicator) -> None:
@@ -122,7 +129,7 @@ class _Kept:
         if isinstance(packed, Tensor):
             return packed
         if self._whole is None:
-            self._whole, self._left = gather(self._own, self._group, SEQUENCE_DIM), self._users
+            self._whole, self._left = all_gather_dim(self._own, self._group, SEQUENCE_DIM), self._users
         whole = self._whole.as_strided(*packed)
         self._left -= 1
         if not self._left:
@@ -132,10 +139,10 @@ class _Kept:
 
 def gather_output(linear: nn.Linear, group: Communicator) -> None:
     """Have a Linear cut by columns return all of its features."""
-    linear.register_forward_hook(lambda _linear, _args, output: collect(output, group, -1))
+    linear.register_forward_hook(lambda _linear, _args, output: gather_replicated(output, group, -1))
 
 
-class Sums:
+class RowLinearOutputs:
     """Stand around a Linear cut by rows: its outputs are parts of a sum.
 
     Args:
@@ -145,7 +152,7 @@ class Sums:
     """
 
     def __init__(
-        self, linear: nn.Linear, group: Communicator, sliced: bool, whole: bool, inputs: Inputs | None
+        self, linear: nn.Linear, group: Communicator, sliced: bool, whole: bool, inputs: ColumnLinearInputs | None
     ) -> None:
         self._group = group
         self._sliced = sliced
@@ -158,7 +165,7 @@ class Sums:
 
     def _before(self, linear: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         linear.__dict__["bias"] = None  # found before the parameter, which stays registered
-        return (split(args[0], self._group, -1), *args[1:]) if self._whole else None
+        return (split_replicated(args[0], self._group, -1), *args[1:]) if self._whole else None
 
     def _after(self, linear: nn.Linear, _args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         if self._inputs is not None:
@@ -166,7 +173,7 @@ class Sums:
         linear.__dict__.pop("bias", None)
         if output is None:  # it has raised
             return None
-        done = scatter(output, self._group, SEQUENCE_DIM) if self._sliced else self._summed(output)
+        done = reduce_scatter_dim(output, self._group, SEQUENCE_DIM) if self._sliced else self._summed(output)
         return done + linear.bias if self._biased else done
 
     def _summed(self, output: Tensor) -> Tensor:
@@ -176,7 +183,7 @@ class Sums:
         for; had anything saved the output for backward, its version would tell.
         """
         if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
-            return total(output, self._group)
+            return all_reduce_sum(output, self._group)
         self._group.all_reduce(output.detach().ravel()).wait()
         if output.grad_fn is not None:
             output.grad_fn.register_prehook(partial(self._gradients, output.output_nr))
@@ -185,10 +192,10 @@ class Sums:
     def _gradients(self, own: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not torch.is_grad_enabled():
             return None
-        return (*gradients[:own], copy(gradients[own], self._group), *gradients[own + 1 :])
+        return (*gradients[:own], copy_to_ranks(gradients[own], self._group), *gradients[own + 1 :])
 
 
-class Rows:
+class ShardedEmbeddingRows:
     """Stand around an embedding of which this rank has the rows ``[first, first + rows)``."""
 
     def __init__(self, embedding: nn.Embedding, group: Communicator, rows: int) -> None:
@@ -213,24 +220,24 @@ class Rows:
         embedding.padding_idx, elsewhere, self._elsewhere = self._padding, self._elsewhere, None
         if output is None or elsewhere is None:
             return None
-        return total(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
+        return all_reduce_sum(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
 
 
-def slice_between(first: nn.Module, last: nn.Module, group: Communicator) -> None:
+def slice_sequence_between(first: nn.Module, last: nn.Module, group: Communicator) -> None:
     """Have each rank compute its slice of the sequence from ``first`` to ``last``, which are called in this order."""
-    first.register_forward_pre_hook(_entering(group), with_kwargs=True)
-    last.register_forward_hook(_leaving(group))
+    first.register_forward_pre_hook(_make_slicing_hook(group), with_kwargs=True)
+    last.register_forward_hook(_make_gathering_hook(group))
 
 
-def _entering(group: Communicator) -> Callable[..., tuple[Any, Any]]:
+def _make_slicing_hook(group: Communicator) -> Callable[..., tuple[Any, Any]]:
     def slice_of(x: Tensor) -> Tensor:
-        _check_sequence(x, group)
-        return split(x, group, SEQUENCE_DIM)
+        _check_block_input(x, group)
+        return split_replicated(x, group, SEQUENCE_DIM)
 
-    return lambda _module, args, kwargs: _with_activations(args, kwargs, slice_of)
+    return lambda _module, args, kwargs: _replace_activations(args, kwargs, slice_of)
 
 
-def _with_activations(
+def _replace_activations(
     args: tuple[Any, ...], kwargs: dict[str, Any], become: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """Return the arguments of a call, with its activations replaced: the first argument, or ``hidden_states``."""
@@ -248,16 +255,16 @@ def _with_activations(
     return args, {**kwargs, name: become(kwargs[name])}
 
 
-def _leaving(group: Communicator) -> Callable[..., Any]:
+def _make_gathering_hook(group: Communicator) -> Callable[..., Any]:
     def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
-            return collect(output, group, SEQUENCE_DIM)
-        return type(output)((collect(output[0], group, SEQUENCE_DIM), *output[1:]))
+            return gather_replicated(output, group, SEQUENCE_DIM)
+        return type(output)((gather_replicated(output[0], group, SEQUENCE_DIM), *output[1:]))
 
     return leave
 
 
-def _check_sequence(x: Any, group: Communicator) -> None:
+def _check_block_input(x: Any, group: Communicator) -> None:
     shape = tuple(x.shape) if isinstance(x, Tensor) else None
     if shape is None or len(shape) != 3:
         raise ContractError(

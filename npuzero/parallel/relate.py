@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Relation
 from npuzero.shard.relations import relate_parameter
@@ -37,7 +37,7 @@ def relate(what: nn.Module | nn.Parameter, **relations: str) -> None:
         npuzero.parallel.relate(net[0], tensor="repeated")
         model = npuzero.zero(net)
     """
-    parameters = _parameters(what)
+    parameters = _list_parameters(what)
     for axis, word in relations.items():
         if word not in _WORDS:
             raise ConfigError(
@@ -50,11 +50,11 @@ def relate(what: nn.Module | nn.Parameter, **relations: str) -> None:
             relate_parameter(parameter, axis, _WORDS[word])
 
 
-def _parameters(what: object) -> list[nn.Parameter]:
+def _list_parameters(what: object) -> list[nn.Parameter]:
     if isinstance(what, nn.Parameter):
         return [what]
     if isinstance(what, nn.Module):
         return list(what.parameters())
     raise ConfigError(
-        "relate", expected="a module or a parameter", got=describe(what), do="Pass what has the parameters."
+        "relate", expected="a module or a parameter", got=describe_value(what), do="Pass what has the parameters."
     )

@@ -36,7 +36,7 @@ NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 Time = Fraction | float
 
 
-class Act(NamedTuple):
+class StageAction(NamedTuple):
     """Name what a rank does without a pause: the forward or backward of one stage for one micro-batch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Act(NamedTuple):
     micro: int
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """Say when a rank ran an act, or would.
 
     Attributes:
@@ -61,23 +61,23 @@ class Timed(NamedTuple):
     """
 
     rank: int
-    act: Act
+    act: StageAction
     begin: Time
     end: Time
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """Hold when the acts of a step run: as ``simulate`` plans it, or as a pipeline has run it.
 
     Attributes:
         acts: those of each rank in the order in which it runs them.
     """
 
-    acts: tuple[Timed, ...]
+    acts: tuple[TimedAction, ...]
 
     @cached_property
-    def rows(self) -> tuple[tuple[Timed, ...], ...]:
+    def rows(self) -> tuple[tuple[TimedAction, ...], ...]:
         """Return what each rank runs."""
         ranks = range(1 + max(timed.rank for timed in self.acts))
         return tuple(tuple(timed for timed in self.acts if timed.rank == rank) for rank in ranks)
@@ -99,12 +99,12 @@ class Timeline:
 
     @property
     def peak(self) -> tuple[int, ...]:
-        """Return what ``Schedule.peak`` says, of each rank."""
-        return tuple(_peak(timed.act for timed in row) for row in self.rows)
+        """Return what ``PipelineSchedule.peak`` says, of each rank."""
+        return tuple(_count_peak_forwards(timed.act for timed in row) for row in self.rows)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Hold the order in which each rank of a pipeline runs its acts.
 
     Attributes:
@@ -119,33 +119,33 @@ class Schedule:
     ranks: int
     micro_batches: int
     chunks: int
-    table: tuple[tuple[Act, ...], ...]
+    table: tuple[tuple[StageAction, ...], ...]
 
     @property
     def stages(self) -> int:
         """Return how many stages all ranks have."""
         return self.ranks * self.chunks
 
-    def row(self, rank: int) -> tuple[Act, ...]:
+    def row(self, rank: int) -> tuple[StageAction, ...]:
         """Return what ``rank`` runs."""
         return self.table[rank]
 
-    def needs(self, act: Act) -> tuple[Act, ...]:
+    def needs(self, act: StageAction) -> tuple[StageAction, ...]:
         """Return the acts that must have ended before ``act`` can begin, on whatever rank."""
         kind, stage, micro = act
         if kind == "F":
-            return (Act("F", stage - 1, micro),) if stage else ()
+            return (StageAction("F", stage - 1, micro),) if stage else ()
         if kind == "W":
-            return (Act("I", stage, micro),)
+            return (StageAction("I", stage, micro),)
         last = stage == self.stages - 1
-        return (Act("F", stage, micro), *(() if last else (Act(kind, stage + 1, micro),)))
+        return (StageAction("F", stage, micro), *(() if last else (StageAction(kind, stage + 1, micro),)))
 
     def peak(self, rank: int) -> int:
         """Return how many forwards of ``rank`` are alive at most: begun, and their backward, all of it, not ended.
 
         Each is a micro-batch in one stage, whose activations are kept.
         """
-        return _peak(self.table[rank])
+        return _count_peak_forwards(self.table[rank])
 
     @cached_property
     def bubble(self) -> Fraction:
@@ -157,7 +157,7 @@ class Schedule:
 _MOST_ACTS = 1 << 22
 
 
-def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
     """Return the schedule called ``name``.
 
     Args:
@@ -178,14 +178,16 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
             got=f"{ranks} ranks x {micro_batches} micro-batches x {chunks} chunks",
             do="Use fewer micro-batches; each may have more samples.",
         )
-    _check(name, ranks, micro_batches, chunks)
+    _check_schedule(name, ranks, micro_batches, chunks)
     if chunks == 1 and name == "interleaved":
         name = "1f1b"
-    table = tuple(tuple(_row(name, rank, ranks, micro_batches, chunks)) for rank in range(ranks))
-    return Schedule(name, ranks, micro_batches, chunks, table)
+    table = tuple(tuple(_rank_actions(name, rank, ranks, micro_batches, chunks)) for rank in range(ranks))
+    return PipelineSchedule(name, ranks, micro_batches, chunks, table)
 
 
-def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights: Time | None = None) -> Timeline:
+def simulate(
+    schedule: PipelineSchedule, forward: Time = 1, backward: Time = 2, weights: Time | None = None
+) -> ScheduleTimeline:
     """Return when each act would run if each began as soon as its rank is free and what it takes is there.
 
     Sends take nothing, and all stages take as long. Times are sums of those given, and so as exact as these.
@@ -200,11 +202,11 @@ def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights:
         ConfigError: a time is negative or nothing takes any, or the schedule is a deadlock: each rank waits for what
             another one, or itself, runs later.
     """
-    takes = _durations(forward, backward, weights)
+    takes = _action_durations(forward, backward, weights)
     left = [deque(row) for row in schedule.table]
     free: list[Time] = [0] * len(left)
-    ended: dict[Act, Time] = {}
-    acts: list[Timed] = []
+    ended: dict[StageAction, Time] = {}
+    acts: list[TimedAction] = []
     moved = True
     while moved:
         moved = False
@@ -213,14 +215,14 @@ def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights:
                 act = row.popleft()
                 begin = max([free[rank], *(ended[need] for need in schedule.needs(act))])
                 free[rank] = ended[act] = begin + takes[act.kind]
-                acts.append(Timed(rank, act, begin, free[rank]))
+                acts.append(TimedAction(rank, act, begin, free[rank]))
                 moved = True
     if any(left):
-        raise _deadlock(schedule, left, ended)
-    return Timeline(tuple(acts))
+        raise _deadlock_error(schedule, left, ended)
+    return ScheduleTimeline(tuple(acts))
 
 
-def _check(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+def _check_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
     """Refuse a schedule that there is not."""
     if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(NAMES)
@@ -244,7 +246,7 @@ def _check(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
         )
 
 
-def _row(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterable[Act]:
+def _rank_actions(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterable[StageAction]:
     """Return the acts of a rank. All schedules differ in how many forwards run before the first backward; and
     zero-bubble in what a backward is.
     """
@@ -257,26 +259,28 @@ def _row(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> I
     # A chunk gets as many micro-batches in a row as there are ranks: then the first one has come around.
     groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
-    forwards = [Act("F", stage, micro) for group in groups for stage in stages for micro in group]
-    backwards = [Act("B", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
-    row = _in_turns(forwards, backwards, min(warm, len(forwards)))
-    return _split(row, late=rank) if name == "zero-bubble" else row
+    forwards = [StageAction("F", stage, micro) for group in groups for stage in stages for micro in group]
+    backwards = [StageAction("B", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
+    row = _alternate_actions(forwards, backwards, min(warm, len(forwards)))
+    return _split_backwards(row, late=rank) if name == "zero-bubble" else row
 
 
-def _in_turns(forwards: Sequence[Act], backwards: Sequence[Act], warm: int) -> list[Act]:
+def _alternate_actions(
+    forwards: Sequence[StageAction], backwards: Sequence[StageAction], warm: int
+) -> list[StageAction]:
     """Return ``warm`` forwards, then a forward and a backward in turns, then the backwards that are left."""
     pairs = zip(forwards[warm:], backwards, strict=False)
     steady = [act for pair in pairs for act in pair]
     return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
 
 
-def _split(row: Iterable[Act], late: int) -> Iterator[Act]:
+def _split_backwards(row: Iterable[StageAction], late: int) -> Iterator[StageAction]:
     """Divide each backward in two, and have the gradients of weights follow ``late`` micro-batches behind.
 
     A rank with fewer forwards ahead than the first one may hold as many micro-batches as that: so it puts off as many
     gradients of weights, which leaves those of inputs to the ranks before it earlier, and fills the end of the step.
     """
-    waiting: deque[Act] = deque()
+    waiting: deque[StageAction] = deque()
     for act in row:
         if act.kind == "F":
             yield act
@@ -288,7 +292,7 @@ def _split(row: Iterable[Act], late: int) -> Iterator[Act]:
     yield from waiting
 
 
-def _peak(acts: Iterable[Act]) -> int:
+def _count_peak_forwards(acts: Iterable[StageAction]) -> int:
     """Return how many forwards are begun and not done with, at most."""
     alive = most = 0
     for act in acts:
@@ -297,7 +301,7 @@ def _peak(acts: Iterable[Act]) -> int:
     return most
 
 
-def _durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Time]:
+def _action_durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Time]:
     """Return how long an act of each kind takes."""
     later = backward / 2 if weights is None else weights
     takes = {"F": forward, "B": backward, "I": backward - later, "W": later}
@@ -311,13 +315,15 @@ def _durations(forward: Time, backward: Time, weights: Time | None) -> dict[str,
     return takes
 
 
-def _deadlock(schedule: Schedule, left: Sequence[Sequence[Act]], ended: Container[Act]) -> ConfigError:
+def _deadlock_error(
+    schedule: PipelineSchedule, left: Sequence[Sequence[StageAction]], ended: Container[StageAction]
+) -> ConfigError:
     """Return what each rank that has not ended waits for."""
     waits = []
     for rank, row in enumerate(left):
         if row:
-            needs = ", ".join(_name(need) for need in schedule.needs(row[0]) if need not in ended)
-            waits.append(f"rank {rank} at {_name(row[0])} for {needs}")
+            needs = ", ".join(_format_action(need) for need in schedule.needs(row[0]) if need not in ended)
+            waits.append(f"rank {rank} at {_format_action(row[0])} for {needs}")
     return ConfigError(
         f"schedule {schedule.name!r}",
         expected="a table in which each act finds what it takes",
@@ -326,5 +332,5 @@ def _deadlock(schedule: Schedule, left: Sequence[Sequence[Act]], ended: Containe
     )
 
 
-def _name(act: Act) -> str:
+def _format_action(act: StageAction) -> str:
     return f"{act.kind} of stage {act.stage} #{act.micro}"

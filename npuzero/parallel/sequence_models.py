@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from npuzero.comm import Communicator, Mesh, World
 from npuzero.errors import ConfigError
-from npuzero.parallel.functions import swap
-from npuzero.parallel.sequences import PACKED, check_heads, sequence_group, token_loss, whole_sequences
+from npuzero.parallel.functions import all_to_all_dims
+from npuzero.parallel.sequences import PACKED, check_sequence_heads, exchange_for_heads, sequence_group, token_loss
 from npuzero.plan import SEQUENCE
 from npuzero.shard.axes import bind_mesh
 
@@ -58,15 +58,15 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
         loss = llama(**npuzero.parallel.slice({"input_ids": tokens, "labels": tokens}, mesh)).loss
     """
     group = sequence_group(mesh)
-    _check_model(model, group.size)
-    _Slices(model, group)
+    _check_causal_model(model, group.size)
+    _SequenceSlicing(model, group)
     bind_mesh(model, mesh)
     if _predicts_tokens(model):
-        model.loss_function = _loss(mesh)
+        model.loss_function = _make_token_loss(mesh)
     return model
 
 
-def check_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
+def check_sequence_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
     """Check that :func:`sequence` has prepared a model of transformers that is to train on a sequence axis.
 
     Raises:
@@ -74,7 +74,7 @@ def check_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
     """
     if not isinstance(ranks, Mesh) or ranks.size((SEQUENCE,)) == 1:
         return
-    found = {path: name for path, module in model.named_modules() if (name := _attention_of(module)) is not None}
+    found = {path: name for path, module in model.named_modules() if (name := _get_attention_name(module)) is not None}
     if found and not any(name.startswith(_PREFIX) for name in found.values()):
         raise ConfigError(
             "npuzero.zero(): mesh: axis sequence",
@@ -87,13 +87,13 @@ def check_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
         )
 
 
-def _attention_of(module: nn.Module) -> str | None:
+def _get_attention_name(module: nn.Module) -> str | None:
     """Return the name of the attention that a model of transformers computes by; None: ``module`` is none."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return name if isinstance(name, str) else None
 
 
-class _Slices:
+class _SequenceSlicing:
     """Stand before the forward, the masks and the attention of one model on one rank."""
 
     def __init__(self, model: Any, group: Communicator) -> None:
@@ -106,14 +106,14 @@ class _Slices:
         self._masking = importlib.import_module("transformers.masking_utils")
         self._install(model, f"{_PREFIX}_{next(_NAMES)}")
 
-    def __deepcopy__(self, memo: object) -> _Slices:
+    def __deepcopy__(self, memo: object) -> _SequenceSlicing:
         return self  # it knows a communicator, and no copy of a model has another
 
     def _install(self, model: Any, name: str) -> None:
         tables = self._attention, self._masking.ALL_MASK_ATTENTION_FUNCTIONS
         methods: tuple[Callable[..., Any], ...] = (self.attend, self.mask)
         for table, method in zip(tables, methods, strict=True):
-            type(table).register(name, _weakly(weakref.WeakMethod(method)))
+            type(table).register(name, _make_weak_caller(weakref.WeakMethod(method)))
             weakref.finalize(self, type(table)._global_mapping.pop, name, None)
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
@@ -201,11 +201,11 @@ class _Slices:
                 got=strangers[0],
                 do="Leave it out, or use a model without it.",
             )
-        q, k, v = whole_sequences(query, key, value, self._group)
+        q, k, v = exchange_for_heads(query, key, value, self._group)
         out, _ = self._own_attention(module)(
-            _Part(module, q.shape[1] // k.shape[1]), q, k, v, attention_mask, **options
+            _PartialAttention(module, q.shape[1] // k.shape[1]), q, k, v, attention_mask, **options
         )
-        return swap(out, self._group, 1, 2), None
+        return all_to_all_dims(out, self._group, 1, 2), None
 
     def _own_attention(self, module: nn.Module) -> Any:
         """Return the attention that ``module`` would call itself: the table has all but ``eager``, its file's own."""
@@ -213,7 +213,7 @@ class _Slices:
         return self._attention.get_interface(self._own, eager)
 
 
-def _weakly(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+def _make_weak_caller(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
     """Return what calls ``method`` as long as the hook of a model, or of a copy of it, keeps its object."""
 
     def call(*args: Any, **options: Any) -> Any:
@@ -224,7 +224,7 @@ def _weakly(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any
     return call
 
 
-class _Part:
+class _PartialAttention:
     """Show an attention module as one that has some of its heads."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
@@ -235,7 +235,7 @@ class _Part:
         return getattr(self._module, name)
 
 
-def _loss(mesh: Mesh) -> Any:
+def _make_token_loss(mesh: Mesh) -> Any:
     def loss(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
         return token_loss(logits, labels, mesh, tokens=num_items_in_batch)
 
@@ -247,7 +247,7 @@ def _predicts_tokens(model: nn.Module) -> bool:
     return getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
 
-def _check_model(model: Any, ranks: int) -> None:
+def _check_causal_model(model: Any, ranks: int) -> None:
     """Raise ConfigError for a model whose tokens meet elsewhere than in causal attention, or whose heads do not divide.
 
     All of it is in the model's class and config, so every rank raises.
@@ -269,6 +269,6 @@ def _check_model(model: Any, ranks: int) -> None:
     elif str(config._attn_implementation).startswith(_PREFIX):
         got, do = f"{name}, which is prepared already", "Call it once."
     else:
-        check_heads(f"parallel.sequence: {name}", config.num_attention_heads, ranks)
+        check_sequence_heads(f"parallel.sequence: {name}", config.num_attention_heads, ranks)
         return
     raise ConfigError("parallel.sequence", expected="a causal model of transformers", got=got, do=do)

@@ -24,7 +24,7 @@ from torch import Tensor
 from npuzero.comm import Communicator, Mesh
 from npuzero.comm.mesh import check_mesh
 from npuzero.errors import ConfigError
-from npuzero.parallel.functions import swap
+from npuzero.parallel.functions import all_to_all_dims
 from npuzero.plan import DATA, SEQUENCE, divisors
 
 _Attention = TypeVar("_Attention", bound=Callable[..., Tensor])
@@ -62,23 +62,23 @@ def attention(function: _Attention, mesh: Mesh) -> _Attention:
 
     @functools.wraps(function)
     def over_slices(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
-        return swap(function(*whole_sequences(q, k, v, group), *args, **options), group, 2, 1)
+        return all_to_all_dims(function(*exchange_for_heads(q, k, v, group), *args, **options), group, 2, 1)
 
     return cast(_Attention, over_slices)
 
 
-def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+def exchange_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of whole sequences, from all heads of its slice of them: [batch, heads, seq, dim]."""
-    check_heads("attention", q.shape[1], group.size)
+    check_sequence_heads("attention", q.shape[1], group.size)
     # The fewest copies that the ranks divide; they divide the heads of q, so each head of k serves as many of these.
     copies = group.size // math.gcd(k.shape[1], group.size)
     if copies > 1:
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    q, k, v = (swap(x, group, 1, 2) for x in (q, k, v))
+    q, k, v = (all_to_all_dims(x, group, 1, 2) for x in (q, k, v))
     return q, k, v
 
 
-def check_heads(subject: str, heads: int, ranks: int) -> None:
+def check_sequence_heads(subject: str, heads: int, ranks: int) -> None:
     """Raise ConfigError where the ranks do not divide the heads."""
     if heads % ranks:
         raise ConfigError(
@@ -124,7 +124,7 @@ def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, A
     """
     group = sequence_group(mesh)
     if isinstance(batch, Tensor):
-        return _slice(batch, group)
+        return _slice_sequence(batch, group)
     names = [name for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor)]
     if not names:
         raise ConfigError(
@@ -137,11 +137,11 @@ def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, A
     whole = dict(batch)
     if "labels" in whole:
         whole["labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
-    packed = _packed(whole["position_ids"]) if whole.get("position_ids") is not None else None
+    packed = _packed_sequence_ids(whole["position_ids"]) if whole.get("position_ids") is not None else None
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(example.shape[1], device=example.device).expand(example.shape[:2])
     parts = {
-        name: _slice(value, group)
+        name: _slice_sequence(value, group)
         if isinstance(value, Tensor) and value.shape[1:2] == example.shape[1:2] and name != "attention_mask"
         else value
         for name, value in whole.items()
@@ -149,13 +149,13 @@ def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, A
     return parts if packed is None else {**parts, PACKED: packed}
 
 
-def _packed(positions: Tensor) -> Tensor | None:
+def _packed_sequence_ids(positions: Tensor) -> Tensor | None:
     """Return the number of the sequence that each token is of, [batch, seq]; None where a row is one sequence."""
     begins = positions.diff(dim=1) != 1
     return F.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
 
 
-def _slice(x: Tensor, group: Communicator) -> Tensor:
+def _slice_sequence(x: Tensor, group: Communicator) -> Tensor:
     length = x.shape[1] if x.dim() > 1 else 0
     if not length or length % group.size:
         raise ConfigError(
@@ -213,11 +213,11 @@ def token_loss(logits: Tensor, labels: Tensor, mesh: Mesh, *, tokens: float | Te
             do="Give what the model makes of the same slice.",
         )
     sums = torch.stack((losses.sum(dtype=torch.float64), counts.sum(dtype=torch.float64)))
-    sums = cast(Tensor, _Sums.apply(sums, _communicator(mesh, DATA)))  # type: ignore[no-untyped-call]
+    sums = cast(Tensor, _SumOverRanks.apply(sums, _get_axis_communicator(mesh, DATA)))  # type: ignore[no-untyped-call]
     return (sums[0] / (sums[1] if tokens is None else tokens)).float()
 
 
-class _Sums(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """Add up what ranks have. Gradients are weighted by their number, for the engine takes the mean over them."""
 
     @staticmethod
@@ -238,9 +238,9 @@ def sequence_group(mesh: Mesh) -> Communicator:
     Raises:
         ConfigError: it is no mesh.
     """
-    return _communicator(mesh, (SEQUENCE,))
+    return _get_axis_communicator(mesh, (SEQUENCE,))
 
 
-def _communicator(mesh: Mesh, axes: tuple[str, ...]) -> Communicator:
+def _get_axis_communicator(mesh: Mesh, axes: tuple[str, ...]) -> Communicator:
     check_mesh("npuzero.parallel", mesh)
     return mesh.communicator(axes, SEQUENCE)

@@ -20,7 +20,7 @@ Gradients = tuple[Tensor | None, ...]
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class Group:
+class WeightGroup:
     """Hold weights that share nodes, and what has arrived at these.
 
     Attributes:
@@ -45,7 +45,7 @@ class Group:
 
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
-) -> list[Group] | None:
+) -> list[WeightGroup] | None:
     """Add the gradients of ``inputs`` to their ``grad``; return what :func:`weight_gradients` needs.
 
     Args:
@@ -57,13 +57,13 @@ def input_gradients(
         None, and nothing is computed, where the two cannot be told apart: reentrant checkpointing runs a backward pass
         of its own for both.
     """
-    graph = _reversed(output.grad_fn for output in outputs)
+    graph = _reverse_graph(output.grad_fn for output in outputs)
     if any(node.name() == _REENTRANT for node in graph):
         return None
     given = {id(each) for each in inputs}
     leaves = [node for node in graph if hasattr(node, "variable")]
-    ways = _before([node for node in leaves if id(node.variable) in given], graph)
-    groups = _grouped([node for node in leaves if id(node.variable) not in given], ways, graph)
+    ways = _find_leading_nodes([node for node in leaves if id(node.variable) in given], graph)
+    groups = _group_weights([node for node in leaves if id(node.variable) not in given], ways, graph)
     hooks = [node.register_prehook(group.keep(node)) for group in groups for node in group.nodes]
     try:
         made = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -75,7 +75,7 @@ def input_gradients(
     return groups
 
 
-def weight_gradients(groups: Sequence[Group]) -> dict[nn.Parameter, Tensor | None]:
+def weight_gradients(groups: Sequence[WeightGroup]) -> dict[nn.Parameter, Tensor | None]:
     """Return the gradients of those weights that the outputs depend on."""
     found: dict[nn.Parameter, Tensor | None] = {}
     for group in groups:
@@ -84,7 +84,9 @@ def weight_gradients(groups: Sequence[Group]) -> dict[nn.Parameter, Tensor | Non
         ]
         edges = [GradientEdge(node, i) for node, i, _ in arrived]
         # A node that another one of the group leads to must not get once more what arrived there.
-        hooks = [node.register_prehook(_instead(group.arrived[node])) for node in group.nodes[1:] and group.nodes]
+        hooks = [
+            node.register_prehook(_make_replacing_hook(group.arrived[node])) for node in group.nodes[1:] and group.nodes
+        ]
         try:
             made = torch.autograd.grad(
                 edges, [GradientEdge(node, 0) for node in group.weights], [each for *_, each in arrived]
@@ -96,7 +98,7 @@ def weight_gradients(groups: Sequence[Group]) -> dict[nn.Parameter, Tensor | Non
     return found
 
 
-def _instead(gradients: Gradients) -> Callable[[Gradients], Gradients]:
+def _make_replacing_hook(gradients: Gradients) -> Callable[[Gradients], Gradients]:
     return lambda _: gradients
 
 
@@ -104,7 +106,7 @@ def _instead(gradients: Gradients) -> Callable[[Gradients], Gradients]:
 _Graph = dict[Node, list[Node]]
 
 
-def _reversed(roots: Iterable[Node | None]) -> _Graph:
+def _reverse_graph(roots: Iterable[Node | None]) -> _Graph:
     """Return autograd's graph from outputs on."""
     found: _Graph = {root: [] for root in roots if root is not None}
     ahead = deque(found)
@@ -119,7 +121,7 @@ def _reversed(roots: Iterable[Node | None]) -> _Graph:
     return found
 
 
-def _before(nodes: Iterable[Node], graph: _Graph, until: Container[Node] = ()) -> dict[Node, bool]:
+def _find_leading_nodes(nodes: Iterable[Node], graph: _Graph, until: Container[Node] = ()) -> dict[Node, bool]:
     """Return those that lead to any of ``nodes``, with them, and no further than ``until``: whether each is of that."""
     found = dict.fromkeys(nodes, False)
     ahead = deque(found)
@@ -132,13 +134,13 @@ def _before(nodes: Iterable[Node], graph: _Graph, until: Container[Node] = ()) -
     return found
 
 
-def _grouped(weights: Iterable[Node], ways: Container[Node], graph: _Graph) -> list[Group]:
+def _group_weights(weights: Iterable[Node], ways: Container[Node], graph: _Graph) -> list[WeightGroup]:
     """Return weights with the nodes on the ``ways`` to the inputs that theirs leave; those that share one together."""
-    groups: list[Group] = []
+    groups: list[WeightGroup] = []
     for weight in weights:
-        nodes = [node for node, on_the_way in _before([weight], graph, ways).items() if on_the_way]
+        nodes = [node for node, on_the_way in _find_leading_nodes([weight], graph, ways).items() if on_the_way]
         shared = [group for group in groups if not set(nodes).isdisjoint(group.nodes)]
         groups = [group for group in groups if group not in shared]
         joined = dict.fromkeys([*(node for group in shared for node in group.nodes), *nodes])
-        groups.append(Group([*(each for group in shared for each in group.weights), weight], list(joined)))
+        groups.append(WeightGroup([*(each for group in shared for each in group.weights), weight], list(joined)))
     return groups

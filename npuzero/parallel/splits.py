@@ -13,7 +13,7 @@ Split = Sequence[int] | Sequence[str]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCost:
     """Describe a block of a model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Block:
     numel: int
 
 
-def split_blocks(blocks: Sequence[Block], stages: int, split: Split | None) -> tuple[tuple[str, ...], ...]:
+def split_blocks(blocks: Sequence[BlockCost], stages: int, split: Split | None) -> tuple[tuple[str, ...], ...]:
     """Return the names of each stage's blocks.
 
     Args:
@@ -44,7 +44,7 @@ def split_blocks(blocks: Sequence[Block], stages: int, split: Split | None) -> t
             got=f"{stages}",
             do="Take fewer pipeline ranks or chunks, or name smaller blocks.",
         )
-    counts = _balanced(blocks, stages) if split is None else _given(blocks, stages, split)
+    counts = _balance_blocks(blocks, stages) if split is None else _parse_split(blocks, stages, split)
     ends = list(accumulate(counts))
     parts = [blocks[end - count : end] for count, end in zip(counts, ends, strict=True)]
     for stage, part in enumerate(parts):
@@ -59,7 +59,7 @@ def split_blocks(blocks: Sequence[Block], stages: int, split: Split | None) -> t
     return tuple(tuple(block.name for block in part) for part in parts)
 
 
-def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
+def _balance_blocks(blocks: Sequence[BlockCost], stages: int) -> list[int]:
     numels = [block.numel for block in blocks]
     if sum(map(bool, numels)) < stages:
         raise ConfigError(
@@ -69,11 +69,11 @@ def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
             do="Take fewer pipeline ranks or chunks, or name smaller blocks.",
         )
     costs = [block.cost for block in blocks]
-    bound, _ = _least(costs, numels, costs, None, stages)
-    return _least(numels, numels, costs, bound, stages)[1]
+    bound, _ = _minimize_heaviest(costs, numels, costs, None, stages)
+    return _minimize_heaviest(numels, numels, costs, bound, stages)[1]
 
 
-def _least(
+def _minimize_heaviest(
     weights: list[int], numels: list[int], costs: list[int], bound: int | None, stages: int
 ) -> tuple[int, list[int]]:
     """Return the least sum that the heaviest of ``stages`` parts can have, and the number of blocks in each part.
@@ -97,7 +97,7 @@ def _least(
     return best[len(weights)]
 
 
-def _given(blocks: Sequence[Block], stages: int, split: Split) -> list[int]:
+def _parse_split(blocks: Sequence[BlockCost], stages: int, split: Split) -> list[int]:
     kinds = {type(each) for each in split} if isinstance(split, (list, tuple)) else {type(split)}
     if not isinstance(split, (list, tuple)) or not (kinds <= {int} or kinds <= {str}):
         raise ConfigError(
@@ -113,7 +113,7 @@ def _given(blocks: Sequence[Block], stages: int, split: Split) -> list[int]:
             got=f"{len(split)}",
             do="Give the number of blocks, or the name of the first block, of every stage, in order.",
         )
-    counts = _counts(blocks, [str(name) for name in split]) if kinds == {str} else [int(n) for n in split]
+    counts = _count_blocks(blocks, [str(name) for name in split]) if kinds == {str} else [int(n) for n in split]
     if min(counts) < 1 or sum(counts) != len(blocks):
         raise ConfigError(
             "split",
@@ -124,7 +124,7 @@ def _given(blocks: Sequence[Block], stages: int, split: Split) -> list[int]:
     return counts
 
 
-def _counts(blocks: Sequence[Block], firsts: list[str]) -> list[int]:
+def _count_blocks(blocks: Sequence[BlockCost], firsts: list[str]) -> list[int]:
     """Return how many blocks there are from each of ``firsts`` to the next."""
     places = {block.name: place for place, block in enumerate(blocks)}
     for name in firsts:

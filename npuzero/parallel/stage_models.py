@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
 from npuzero.parallel.tensor import sliced_blocks
-from npuzero.shard.discover import around
+from npuzero.shard.discover import enclosing_paths
 
 #: What a stage that is not the first is not given.
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -48,7 +48,7 @@ class PipelinePlan:
     arguments: dict[str, str]
 
 
-def plan_of(model: nn.Module) -> PipelinePlan | None:
+def get_pipeline_plan(model: nn.Module) -> PipelinePlan | None:
     """Return what ``model``, or a model of transformers in it, says by its ``base_model_pp_plan``; None: nothing.
 
     Raises:
@@ -66,12 +66,12 @@ def plan_of(model: nn.Module) -> PipelinePlan | None:
                 children = [f".{child}" for child in found._modules] if isinstance(found, nn.ModuleList) else [""]
                 arguments.update({f"{prefix}{name}{child}": inputs[0] for child in children})
         if arguments:
-            _check(model, module, arguments)
+            _check_stage_model(model, module, arguments)
             return PipelinePlan(module, arguments)
     return None
 
 
-def _check(model: nn.Module, module: Any, arguments: Mapping[str, str]) -> None:
+def _check_stage_model(model: nn.Module, module: Any, arguments: Mapping[str, str]) -> None:
     asked = [name for name in _REFUSED[:3] if getattr(module.config, name, False)]
     if asked:
         raise ConfigError(
@@ -81,7 +81,7 @@ def _check(model: nn.Module, module: Any, arguments: Mapping[str, str]) -> None:
             do=f"Set config.{asked[0]} to False.",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    for path in ["", *dict.fromkeys(path for name in arguments for path in around(f"{name}."))]:
+    for path in ["", *dict.fromkeys(path for name in arguments for path in enclosing_paths(f"{name}."))]:
         outer = modules[path]
         if path not in arguments and ("_orig_mod" in outer._modules or "forward" in vars(outer)):
             raise ConfigError(
@@ -92,7 +92,7 @@ def _check(model: nn.Module, module: Any, arguments: Mapping[str, str]) -> None:
             )
 
 
-class Section:
+class StageSection:
     """Compute one stage of a model.
 
     Args:
@@ -106,10 +106,10 @@ class Section:
         self._own = set(names[begin:end])
         self._entered = names[begin] if begin else None
         self._left = names[end] if end < len(names) else None
-        self._paths = {path for name in names for path in around(f"{name}.")} - set(names)
+        self._paths = {path for name in names for path in enclosing_paths(f"{name}.")} - set(names)
         self._takes_cache = "use_cache" in inspect.signature(plan.model.forward).parameters
-        self._slices = _slices(model, names, begin)
-        self._begin: _Begin | None = None
+        self._slices = _count_sequence_slices(model, names, begin)
+        self._begin: _StageEntryBlock | None = None
         self._model = self._copied(model, "")
 
     def train(self, mode: bool) -> None:
@@ -132,11 +132,11 @@ class Section:
             (hidden,) = args
             self._begin.given = hidden
             options = {name: value for name, value in options.items() if name not in _INPUTS}
-            options["inputs_embeds"] = _stand_in(hidden, self._slices)
+            options["inputs_embeds"] = _make_placeholder(hidden, self._slices)
             args = ()
         try:
             return self._model(*args, **options)
-        except _Left as left:
+        except _StageExit as left:
             return left.given
         finally:
             if self._begin is not None:
@@ -156,14 +156,14 @@ class Section:
         if path in self._paths:
             return self._copied(part, path)
         if path == self._entered:
-            self._begin = _Begin(part, self._plan[path])
+            self._begin = _StageEntryBlock(part, self._plan[path])
             return self._begin
         if path == self._left:
-            return _End(self._plan[path])
-        return part if path in self._own or path not in self._plan else _PassThrough(part, self._plan[path])
+            return _StageExitBlock(self._plan[path])
+        return part if path in self._own or path not in self._plan else _PassThroughBlock(part, self._plan[path])
 
 
-def _slices(model: nn.Module, names: list[str], begin: int) -> int:
+def _count_sequence_slices(model: nn.Module, names: list[str], begin: int) -> int:
     """Return of how many slices of a sequence the block ``begin`` gets one, by what tensor parallelism does."""
     for path, module in model.named_modules():
         found = sliced_blocks(module)
@@ -173,24 +173,24 @@ def _slices(model: nn.Module, names: list[str], begin: int) -> int:
     return 1
 
 
-def _stand_in(hidden: Tensor, slices: int) -> Tensor:
+def _make_placeholder(hidden: Tensor, slices: int) -> Tensor:
     """Return what has the shape of the embeddings of whole sequences, and memory for one element."""
     batch, seq, *features = hidden.shape
     return hidden.detach().new_zeros(()).expand(batch, seq * slices, *features)
 
 
-def _first(args: tuple[Any, ...], options: dict[str, Any], argument: str) -> Any:
+def _get_first_argument(args: tuple[Any, ...], options: dict[str, Any], argument: str) -> Any:
     return args[0] if args else options[argument]
 
 
-class _Left(BaseException):
+class _StageExit(BaseException):
     """Leave the forward where the next stage begins. It is no error, and nobody who catches errors is to have it."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
 
 
-class _PassThrough(nn.Module):
+class _PassThroughBlock(nn.Module):
     """Stand for a block of another stage, of which the model may read plain attributes."""
 
     def __init__(self, block: nn.Module, argument: str) -> None:
@@ -200,10 +200,10 @@ class _PassThrough(nn.Module):
         self._argument = argument
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        return _first(args, options, self._argument)
+        return _get_first_argument(args, options, self._argument)
 
 
-class _Begin(nn.Module):
+class _StageEntryBlock(nn.Module):
     """Stand for the first block of a later stage: it takes what the stage before has sent."""
 
     def __init__(self, block: nn.Module, argument: str) -> None:
@@ -234,7 +234,7 @@ class _Begin(nn.Module):
         return found
 
 
-class _End(nn.Module):
+class _StageExitBlock(nn.Module):
     """Stand for the first block of the next stage."""
 
     def __init__(self, argument: str) -> None:
@@ -242,4 +242,4 @@ class _End(nn.Module):
         self._argument = argument
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        raise _Left(_first(args, options, self._argument))
+        raise _StageExit(_get_first_argument(args, options, self._argument))

@@ -1,7 +1,8 @@
 """The division of a model into the stages of a pipeline, by the names of its blocks.
 
-``divide`` says which blocks make which stage, and moves nothing; ``Division.take`` makes what one rank has: its stages'
-blocks under the names that they have in the whole model, so that checkpoints, norms and exports see one model.
+``divide_into_stages`` says which blocks make which stage, and moves nothing; ``StageDivision.take`` makes what one rank
+has: its stages' blocks under the names that they have in the whole model, so that checkpoints, norms and exports see
+    one model.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.parallel.splits import Block, Split, split_blocks
-from npuzero.parallel.stage_models import PipelinePlan, Section, plan_of
+from npuzero.parallel.splits import BlockCost, Split, split_blocks
+from npuzero.parallel.stage_models import PipelinePlan, StageSection, get_pipeline_plan
 from npuzero.plan import PIPE, Relation
-from npuzero.shard.build import check_shaped
-from npuzero.shard.discover import around
+from npuzero.shard.build import check_not_lazy
+from npuzero.shard.discover import enclosing_paths
 from npuzero.shard.relations import relate_parameter
 
-_Kind = TypeVar("_Kind", bound="Stages")
+_Kind = TypeVar("_Kind", bound="PipelineStages")
 
 
 @dataclass(frozen=True)
-class Home:
+class ParameterLocation:
     """Tell where a parameter is: all its names in the whole model, the first one first, and the blocks that have it."""
 
     names: tuple[str, ...]
@@ -34,7 +35,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Division:
+class StageDivision:
     """Hold which blocks make which stage; stage s is on pipeline rank ``s % ranks``.
 
     Attributes:
@@ -50,7 +51,7 @@ class Division:
     ranks: int
     blocks: tuple[tuple[str, ...], ...]
     plan: PipelinePlan | None = field(repr=False)
-    homes: dict[str, Home] = field(repr=False)
+    homes: dict[str, ParameterLocation] = field(repr=False)
     tied: tuple[str, ...]
 
     def take(self, stages: Sequence[int], kind: type[_Kind] | None = None) -> _Kind:
@@ -58,7 +59,7 @@ class Division:
 
         Args:
             stages: numbers of stages, in any order.
-            kind: a class of :class:`Stages`, which is called with this division and the numbers.
+            kind: a class of :class:`PipelineStages`, which is called with this division and the numbers.
 
         Raises:
             ConfigError: there is no such stage; a part of the model has a name that the class has.
@@ -71,16 +72,16 @@ class Division:
                 got=f"{list(stages)}",
                 do="A rank has stages of its own number and further ones by the number of ranks.",
             )
-        return (kind or Stages)(self, numbers)  # type: ignore[return-value]
+        return (kind or PipelineStages)(self, numbers)  # type: ignore[return-value]
 
 
-def divide(
+def divide_into_stages(
     model: nn.Module,
     ranks: int,
     chunks: int = 1,
     split: Split | None = None,
     blocks: Sequence[nn.Module | str] | None = None,
-) -> Division:
+) -> StageDivision:
     """Divide ``model`` into ``ranks * chunks`` stages; on every rank alike, before :func:`npuzero.zero`.
 
     Nothing is moved, and the model may be on the meta device. Hooks stay on blocks. Where blocks are called one after
@@ -90,7 +91,8 @@ def divide(
         ranks: of the pipeline.
         chunks: stages on each rank.
         split: how many blocks each stage has, or the name of each stage's first block. None: balanced, the largest
-            cost of a stage is as small as can be, and then its parameters (see :class:`npuzero.parallel.splits.Block`).
+            cost of a stage is as small as can be, and then its parameters (see
+            :class:`npuzero.parallel.splits.BlockCost`).
         blocks: the modules, or their names, that are called one after another, each on what the one before returned; in
             place of an nn.ModuleList or nn.Sequential, its children are. None: the children of an nn.Sequential, or
             what a transformers model says by its ``base_model_pp_plan``, whose own forward runs on every stage.
@@ -113,18 +115,18 @@ def divide(
     for what, count in (("ranks", ranks), ("chunks", chunks)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"pipeline {what}", expected="a positive number", got=repr(count), do="Give one or more.")
-    check_shaped(model)
-    plan = plan_of(model) if blocks is None and not _is_chain(model) else None
-    names = list(plan.arguments) if plan else _listed(model, blocks)
+    check_not_lazy(model)
+    plan = get_pipeline_plan(model) if blocks is None and not _is_sequential(model) else None
+    names = list(plan.arguments) if plan else _list_block_names(model, blocks)
     modules = dict(model.named_modules(remove_duplicate=False))
-    _check_apart(names, modules)
-    homes = _homes(model, names)
-    parts = split_blocks([_block(name, modules[name]) for name in names], ranks * chunks, split)
-    return Division(model, ranks, parts, plan, homes, _tied(homes, parts, ranks))
+    _check_blocks_disjoint(names, modules)
+    homes = _locate_parameters(model, names)
+    parts = split_blocks([_measure_block(name, modules[name]) for name in names], ranks * chunks, split)
+    return StageDivision(model, ranks, parts, plan, homes, _find_tied_parameters(homes, parts, ranks))
 
 
-class Stages(nn.Module):
-    """Compute stages of a model that :func:`divide` has divided.
+class PipelineStages(nn.Module):
+    """Compute stages of a model that :func:`divide_into_stages` has divided.
 
     Parameters and buffers have the names, and the order, that they have in the whole model.
 
@@ -135,15 +137,15 @@ class Stages(nn.Module):
         tied: names of parameters here that the ranks at both ends of the pipeline have; their gradients are summed.
     """
 
-    def __init__(self, division: Division, numbers: Sequence[int]) -> None:
+    def __init__(self, division: StageDivision, numbers: Sequence[int]) -> None:
         super().__init__()
         self.numbers = tuple(numbers)
         self.blocks_of = division.blocks
         self.count = len(self.blocks_of)
-        tree = _Tree(division, self.numbers)
+        tree = _StageModuleTree(division, self.numbers)
         self.tied = tree.tied
         self._units = tree.present
-        self._runs = {number: _run(division, number) for number in self.numbers}
+        self._runs = {number: _make_stage_forward(division, number) for number in self.numbers}
         root = tree.grown(division.model, "")
         self.training = division.model.training
         self._buffers = root._buffers
@@ -179,7 +181,7 @@ class Stages(nn.Module):
             raise ConfigError(
                 "pipeline(stage, *args)",
                 expected=f"the stage's number first, one of {', '.join(map(str, self.numbers))}",
-                got=describe(stage),
+                got=describe_value(stage),
                 do="Train and evaluate by pipe.step(batch, target=...); pipe(stage, x) runs one stage.",
             )
         if stage not in self._runs:
@@ -191,7 +193,7 @@ class Stages(nn.Module):
             )
         return self._runs[stage](*args, **options)
 
-    def train(self, mode: bool = True) -> Stages:
+    def train(self, mode: bool = True) -> PipelineStages:
         """Set training mode, or evaluation, of all that is here."""
         super().train(mode)
         for run in self._runs.values():
@@ -203,7 +205,7 @@ class Stages(nn.Module):
         return name in self._units
 
 
-class _Chain:
+class _BlockChain:
     """Call the blocks of a stage one after another."""
 
     def __init__(self, blocks: Sequence[nn.Module], first: bool) -> None:
@@ -221,14 +223,14 @@ class _Chain:
         return x
 
 
-def _run(division: Division, number: int) -> _Chain | Section:
+def _make_stage_forward(division: StageDivision, number: int) -> _BlockChain | StageSection:
     if division.plan is None:
-        return _Chain([division.model.get_submodule(name) for name in division.blocks[number]], number == 0)
+        return _BlockChain([division.model.get_submodule(name) for name in division.blocks[number]], number == 0)
     end = [*accumulate(map(len, division.blocks))][number]
-    return Section(division.model, division.plan, end - len(division.blocks[number]), end)
+    return StageSection(division.model, division.plan, end - len(division.blocks[number]), end)
 
 
-class _Tree:
+class _StageModuleTree:
     """Make bare modules that lead to the blocks of some stages, by their names in the whole model.
 
     Parts without parameters, such as rotary embeddings, are on every stage. A parameter is called as in the whole
@@ -236,9 +238,9 @@ class _Tree:
     ends it is in two units and belongs to the one around them.
     """
 
-    def __init__(self, division: Division, numbers: Sequence[int]) -> None:
+    def __init__(self, division: StageDivision, numbers: Sequence[int]) -> None:
         self._listed = {name for part in division.blocks for name in part}
-        self._paths = {path for name in self._listed for path in around(f"{name}.")}
+        self._paths = {path for name in self._listed for path in enclosing_paths(f"{name}.")}
         self.present = {name for number in numbers for name in division.blocks[number]}
         here = {name: home for name, home in division.homes.items() if home.blocks & self.present}
         self.tied = tuple(name for name in here if name in division.tied and not here[name].blocks <= self.present)
@@ -276,14 +278,14 @@ def _has_parameters(module: nn.Module) -> bool:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def _is_chain(module: nn.Module) -> bool:
+def _is_sequential(module: nn.Module) -> bool:
     """Tell whether a module does no more than to call its children one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _listed(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[str]:
+def _list_block_names(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[str]:
     """Return the names of the blocks in order."""
-    if blocks is None and not _is_chain(model):
+    if blocks is None and not _is_sequential(model):
         raise ConfigError(
             "pipeline blocks",
             expected="an nn.Sequential, a model of transformers that has a base_model_pp_plan, or blocks=",
@@ -305,15 +307,15 @@ def _listed(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[
         )
     names: list[str] = []
     for block in listed:
-        name, module = _found(model, block)
-        if isinstance(module, nn.ModuleList) or _is_chain(module):
+        name, module = _find_block(model, block)
+        if isinstance(module, nn.ModuleList) or _is_sequential(module):
             names += [f"{name}.{child}".lstrip(".") for child in module._modules]
         else:
             names.append(name)
     return names
 
 
-def _found(model: nn.Module, block: nn.Module | str) -> tuple[str, nn.Module]:
+def _find_block(model: nn.Module, block: nn.Module | str) -> tuple[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(block, str):
         if block in modules:
@@ -327,12 +329,12 @@ def _found(model: nn.Module, block: nn.Module | str) -> tuple[str, nn.Module]:
     raise ConfigError("pipeline blocks", expected=f"parts of {type(model).__name__}", got=got, do=do)
 
 
-def _check_apart(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
+def _check_blocks_disjoint(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
     """Check that no block is in two places, and none in another."""
     places: dict[nn.Module, str] = {}
     for name in names:
         other = places.setdefault(modules[name], name) if modules[name] in places else None
-        other = next((path for path in around(name) if path in names), other)
+        other = next((path for path in enclosing_paths(name) if path in names), other)
         if other is not None or not name:
             raise ConfigError(
                 f"pipeline block {name!r}",
@@ -343,25 +345,25 @@ def _check_apart(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
         places[modules[name]] = name
 
 
-def _block(name: str, module: nn.Module) -> Block:
+def _measure_block(name: str, module: nn.Module) -> BlockCost:
     lookups = nn.Embedding, nn.EmbeddingBag
     multiplied = {
         p for part in module.modules() if not isinstance(part, lookups) for p in part.parameters(recurse=False)
     }
-    return Block(name, sum(p.numel() for p in multiplied), sum(p.numel() for p in module.parameters()))
+    return BlockCost(name, sum(p.numel() for p in multiplied), sum(p.numel() for p in module.parameters()))
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def _homes(model: nn.Module, blocks: Sequence[str]) -> dict[str, Home]:
+def _locate_parameters(model: nn.Module, blocks: Sequence[str]) -> dict[str, ParameterLocation]:
     """Return where each parameter is, by its first name."""
     listed, names = set(blocks), dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     homes = {}
     for said in names.values():
-        found = frozenset(path for name in said for path in around(name) if path in listed)
+        found = frozenset(path for name in said for path in enclosing_paths(name) if path in listed)
         if not found:
             raise ConfigError(
                 f"pipeline stages: parameter {said[0]}",
@@ -370,11 +372,13 @@ def _homes(model: nn.Module, blocks: Sequence[str]) -> dict[str, Home]:
                 do="Name its module among the blocks, or make a module of it and what computes with it.",
                 parameter=said[0],
             )
-        homes[said[0]] = Home(tuple(said), found)
+        homes[said[0]] = ParameterLocation(tuple(said), found)
     return homes
 
 
-def _tied(homes: dict[str, Home], parts: Sequence[Sequence[str]], ranks: int) -> tuple[str, ...]:
+def _find_tied_parameters(
+    homes: dict[str, ParameterLocation], parts: Sequence[Sequence[str]], ranks: int
+) -> tuple[str, ...]:
     """Return the names of parameters that both ends of the pipeline have."""
     stage_of = {name: stage for stage, part in enumerate(parts) for name in part}
     tied = []

@@ -32,18 +32,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from npuzero.comm import Communicator, Counted, Mesh
+from npuzero.comm import Communicator, CountingCommunicator, Mesh
 from npuzero.comm.mesh import check_mesh
-from npuzero.errors import ConfigError, NpuZeroError, StateError, did_you_mean, keywords
-from npuzero.parallel.division import Division, divide, linear_of, owner_of
+from npuzero.errors import ConfigError, NpuZeroError, StateError, did_you_mean, refuse_unknown_keywords
+from npuzero.parallel.division import TensorDivision, build_tensor_division, get_linear, parent_path
 from npuzero.parallel.heads import divide_attributes
-from npuzero.parallel.regions import Inputs, Rows, Sums, gather_output, slice_between
+from npuzero.parallel.regions import (
+    ColumnLinearInputs,
+    RowLinearOutputs,
+    ShardedEmbeddingRows,
+    gather_output,
+    slice_sequence_between,
+)
 from npuzero.parallel.vocabulary import cross_entropy
-from npuzero.parallel.words import Kind, Words
+from npuzero.parallel.words import RuleKind, Words
 from npuzero.plan import TENSOR, Relation, Sent
 from npuzero.shard.axes import bind_mesh, mark_divided
 from npuzero.shard.cuts import cut_parameter
-from npuzero.shard.relations import relate_parameter, relation_along
+from npuzero.shard.relations import get_relation, relate_parameter
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _SENT = "_npuzero_tensor_sent"
@@ -51,7 +57,7 @@ _SLICED = "_npuzero_sliced_blocks"
 
 
 @dataclass(frozen=True)
-class Mode:
+class ActivationMode:
     """Describe where activations lie between regions.
 
     Attributes:
@@ -63,10 +69,10 @@ class Mode:
     thrifty: bool
 
 
-MODES = {"mtp": Mode(False, False), "msp": Mode(True, False), "fsp": Mode(True, True)}
+MODES = {"mtp": ActivationMode(False, False), "msp": ActivationMode(True, False), "fsp": ActivationMode(True, True)}
 
 
-@keywords(tp_plan="plan", parallelize_plan="plan", device_mesh="mesh")
+@refuse_unknown_keywords(tp_plan="plan", parallelize_plan="plan", device_mesh="mesh")
 def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = None) -> _Model:
     """Divide the layers of ``model`` over the tensor ranks of ``mesh``; before :func:`npuzero.zero`, on every rank.
 
@@ -116,14 +122,14 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
         )
     check_mesh("parallel.tensor()", mesh)
     ranks = mesh.size((TENSOR,))
-    division = _agreed(mesh, mode, lambda: divide(model, plan, ranks, MODES[mode].sliced))
+    division = _agree_on_division(mesh, mode, lambda: build_tensor_division(model, plan, ranks, MODES[mode].sliced))
     sent = Sent()
-    group = Counted(mesh.communicator((TENSOR,), "tensor"), sent, mesh.shape.sizes((TENSOR,)))
+    group = CountingCommunicator(mesh.communicator((TENSOR,), "tensor"), sent, mesh.shape.sizes((TENSOR,)))
     setattr(model, _SENT, sent)
-    note(model, division)
+    mark_parameters(model, division)
     mark_divided(model)
     bind_mesh(model, mesh)
-    _hook(model, division, group, MODES[mode])
+    _register_rule_hooks(model, division, group, MODES[mode])
     for path in division.owners:
         divide_attributes(model.get_submodule(path), ranks)
     return model
@@ -165,10 +171,10 @@ def sliced_blocks(model: nn.Module) -> tuple[str, str, int] | None:
     return found
 
 
-def _agreed(mesh: Mesh, mode: str, make: Callable[[], Division]) -> Division:
+def _agree_on_division(mesh: Mesh, mode: str, make: Callable[[], TensorDivision]) -> TensorDivision:
     """Return the division that all ranks make; if one cannot, or makes another, every rank raises."""
     error: NpuZeroError | None = None
-    division = Division({})
+    division = TensorDivision({})
     try:
         division = make()
     except NpuZeroError as refused:
@@ -195,41 +201,41 @@ def _agreed(mesh: Mesh, mode: str, make: Callable[[], Division]) -> Division:
     return division
 
 
-def note(model: nn.Module, division: Division) -> None:
+def mark_parameters(model: nn.Module, division: TensorDivision) -> None:
     """Write cuts and relations on the parameters."""
     for name, cut in division.cuts.items():
         cut_parameter(model.get_parameter(name), cut)
     for name, parameter in model.named_parameters():
-        said = division.relations.get(name) or relation_along(parameter, TENSOR)
+        said = division.relations.get(name) or get_relation(parameter, TENSOR)
         relate_parameter(parameter, TENSOR, said or Relation.REPEATED)
 
 
-def _hook(model: nn.Module, division: Division, group: Communicator, mode: Mode) -> None:
+def _register_rule_hooks(model: nn.Module, division: TensorDivision, group: Communicator, mode: ActivationMode) -> None:
     """Set the hooks of all words."""
-    inputs_of: dict[tuple[str, bool], Inputs] = {}
+    inputs_of: dict[tuple[str, bool], ColumnLinearInputs] = {}
     for around, columns in division.regions.items():
         for path in columns:
-            sliced, linear = division.in_stack(path), linear_of(model, path)
+            sliced, linear = division.in_stack(path), get_linear(model, path)
             if (around, sliced) not in inputs_of:
                 before = model.get_submodule(around) if around in division.gathered else None
-                inputs_of[around, sliced] = Inputs(group, sliced, mode.thrifty and sliced, before)
+                inputs_of[around, sliced] = ColumnLinearInputs(group, sliced, mode.thrifty and sliced, before)
             inputs_of[around, sliced].serve(linear)
             if division.words[path].whole:
                 gather_output(linear, group)
-    for path in division.of(Kind.ROWS):
+    for path in division.of(RuleKind.ROWS):
         sliced = division.in_stack(path)
-        inputs = inputs_of.get((division.ends.get(path, owner_of(path)), sliced))
-        Sums(linear_of(model, path), group, sliced, division.words[path].whole, inputs)
-    for path in division.of(Kind.VOCABULARY):
+        inputs = inputs_of.get((division.ends.get(path, parent_path(path)), sliced))
+        RowLinearOutputs(get_linear(model, path), group, sliced, division.words[path].whole, inputs)
+    for path in division.of(RuleKind.VOCABULARY):
         module = model.get_submodule(path)
         if isinstance(module, nn.Embedding):
-            Rows(module, group, module.num_embeddings // group.size)
+            ShardedEmbeddingRows(module, group, module.num_embeddings // group.size)
         else:
-            Inputs(group, False, False).serve(linear_of(model, path))
+            ColumnLinearInputs(group, False, False).serve(get_linear(model, path))
             _shard_loss(model, group)
     if division.stack is not None:
         first, last = division.stack
-        slice_between(model.get_submodule(first), model.get_submodule(last), group)
+        slice_sequence_between(model.get_submodule(first), model.get_submodule(last), group)
         setattr(model, _SLICED, (first, last, group.size))
 
 

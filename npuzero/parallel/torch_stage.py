@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import collective_call
 from npuzero.errors import ConfigError
 from npuzero.shard.find_engine import engine_of
 
@@ -91,7 +91,7 @@ class TorchStage(PipelineStage):
         with self._engine.passes.no_sync() if alone else contextlib.nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, last_backward=last_backward)
 
-    @collective("TorchStage")
+    @collective_call("TorchStage")
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Have the update divide the gradients, summed over the ranks first; over the data ranks, collective."""
         if grad_scale_factor == 1:

@@ -29,7 +29,7 @@ from npuzero.parallel import functions
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def lookup(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
+def lookup_local_rows(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
     """Return the rows of ``ids`` that this rank holds, and zeros for the others': a part of the embedding's sum.
 
     Args:
@@ -45,7 +45,7 @@ def lookup(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int 
         IndexError: an id is outside the vocabulary; as ``F.embedding`` does, on every rank.
     """
     rows = weight.shape[0]
-    vocabulary = _vocabulary("lookup", vocabulary, rows, group)
+    vocabulary = _count_local_classes("lookup", vocabulary, rows, group)
     own = ids - group.rank * rows
     inside = (ids >= 0) & (ids < vocabulary)
     elsewhere = inside & ((own < 0) | (own >= rows))
@@ -54,7 +54,7 @@ def lookup(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int 
     return F.embedding(own, weight).masked_fill(elsewhere[..., None], 0.0)
 
 
-def embedding(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
+def sharded_embedding(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
     """Return the rows of ``ids`` of an embedding that is sharded over the group; all ranks get the same.
 
     Args:
@@ -69,7 +69,7 @@ def embedding(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: i
         ContractError: there are fewer rows than ``vocabulary``.
         IndexError: an id is outside the vocabulary.
     """
-    return functions.total(lookup(ids, weight, group, vocabulary=vocabulary), group)
+    return functions.all_reduce_sum(lookup_local_rows(ids, weight, group, vocabulary=vocabulary), group)
 
 
 def cross_entropy(
@@ -103,17 +103,19 @@ def cross_entropy(
             makes a loss of inf.
     """
     local = logits.shape[-1] if logits.dim() else 0
-    vocabulary = _vocabulary("cross_entropy", vocabulary, local, group)
+    vocabulary = _count_local_classes("cross_entropy", vocabulary, local, group)
     if logits.shape[:-1] != target.shape:
-        _refuse("target", f"{tuple(logits.shape[:-1])}, as logits without classes", str(tuple(target.shape)))
+        _refuse_cross_entropy(
+            "target", f"{tuple(logits.shape[:-1])}, as logits without classes", str(tuple(target.shape))
+        )
     if not 0.0 <= label_smoothing <= 1.0:
-        _refuse("label_smoothing", "a number from 0 to 1", repr(label_smoothing))
+        _refuse_cross_entropy("label_smoothing", "a number from 0 to 1", repr(label_smoothing))
     if reduction not in REDUCTIONS:
-        _refuse("reduction", f"one of {REDUCTIONS}", repr(reduction))
+        _refuse_cross_entropy("reduction", f"one of {REDUCTIONS}", repr(reduction))
     counts = target != ignore_index
     outside = counts & ((target < 0) | (target >= vocabulary))
     if outside.device.type == "cpu" and outside.any():  # asked of a device, it would have to be waited for
-        _refuse("target", f"0 to {vocabulary - 1}, or {ignore_index}", str(int(target[outside][0])))
+        _refuse_cross_entropy("target", f"0 to {vocabulary - 1}, or {ignore_index}", str(int(target[outside][0])))
     first = group.rank * local
     own = torch.where(counts & (target >= first) & (target < first + local), target - first, -1)
     present = min(max(vocabulary - first, 0), local)  # padding is at the end
@@ -147,15 +149,15 @@ class _SoftmaxLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, own: Tensor, group: Communicator, classes: int, smoothing: float) -> Tensor:
-        found = torch.stack(_measure(z, own, smooth=smoothing > 0))
+        found = torch.stack(_row_statistics(z, own, smooth=smoothing > 0))
         every = found.new_empty(group.size, *found.shape)
         group.all_gather(every.view(-1), found.view(-1)).wait()
         tops, sums, targets, *totals = every.unbind(1)
         top = tops.amax(0)
-        lse = top + _in_order(sums * (tops - top).exp()).log()
+        lse = top + _sum_in_rank_order(sums * (tops - top).exp()).log()
         loss = lse - (1.0 - smoothing) * targets.amax(0)
         if totals:
-            loss -= smoothing / classes * _in_order(totals[0])
+            loss -= smoothing / classes * _sum_in_rank_order(totals[0])
         ctx.save_for_backward(z, own, lse)
         ctx.smoothing, ctx.share = smoothing, smoothing / classes
         return loss
@@ -173,7 +175,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         return p.mul_(grad[:, None]).to(z.dtype), None, None, None, None
 
 
-def _measure(z: Tensor, own: Tensor, *, smooth: bool) -> list[Tensor]:
+def _row_statistics(z: Tensor, own: Tensor, *, smooth: bool) -> list[Tensor]:
     """Return of each row the maximum, the sum of exp(z - maximum), the target's logit or -inf, and the sum of z if
     ``smooth``; at least float32, which z becomes once, where it is exponentiated.
     """
@@ -189,7 +191,7 @@ def _measure(z: Tensor, own: Tensor, *, smooth: bool) -> list[Tensor]:
     return [top, total, target, *([z.sum(1, dtype=dtype)] if smooth else [])]
 
 
-def _in_order(parts: Tensor) -> Tensor:
+def _sum_in_rank_order(parts: Tensor) -> Tensor:
     """Return the sum of parts[ranks, n] in the order of ranks."""
     total = parts[0].clone()
     for part in parts[1:]:
@@ -197,7 +199,7 @@ def _in_order(parts: Tensor) -> Tensor:
     return total
 
 
-def _vocabulary(name: str, vocabulary: int | None, local: int, group: Communicator) -> int:
+def _count_local_classes(name: str, vocabulary: int | None, local: int, group: Communicator) -> int:
     """Return how many of the ``local`` classes on each rank are no padding."""
     if vocabulary is None:
         return local * group.size
@@ -213,5 +215,5 @@ def _vocabulary(name: str, vocabulary: int | None, local: int, group: Communicat
     return vocabulary
 
 
-def _refuse(what: str, expected: str, got: str) -> NoReturn:
+def _refuse_cross_entropy(what: str, expected: str, got: str) -> NoReturn:
     raise ContractError(f"cross_entropy: {what}", expected=expected, got=got, do="As torch's own cross_entropy has it.")

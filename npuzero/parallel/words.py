@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from npuzero.errors import ConfigError, did_you_mean
 
 
-class Kind(enum.Enum):
+class RuleKind(enum.Enum):
     """Name what a word does with a module."""
 
     COLUMNS = "output features cut"
@@ -25,7 +25,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Word:
+class PlanRule:
     """Describe one word.
 
     Attributes:
@@ -35,28 +35,28 @@ class Word:
         spans: sizes, or the number of equal sizes, of what is packed; ``()``: by the module's name.
     """
 
-    kind: Kind
+    kind: RuleKind
     packed: bool = False
     whole: bool = False
     spans: int | tuple[int, ...] = ()
 
 
-_COLUMNS_GATHERED = Word(Kind.COLUMNS, whole=True)
-_ROWS_SPLIT = Word(Kind.ROWS, whole=True)
+_COLUMNS_GATHERED = PlanRule(RuleKind.COLUMNS, whole=True)
+_ROWS_SPLIT = PlanRule(RuleKind.ROWS, whole=True)
 
-WORDS: dict[str, Word] = {
-    "colwise": Word(Kind.COLUMNS),
-    "rowwise": Word(Kind.ROWS),
-    "packed_colwise": Word(Kind.COLUMNS, packed=True),
+WORDS: dict[str, PlanRule] = {
+    "colwise": PlanRule(RuleKind.COLUMNS),
+    "rowwise": PlanRule(RuleKind.ROWS),
+    "packed_colwise": PlanRule(RuleKind.COLUMNS, packed=True),
     "colwise_gather_output": _COLUMNS_GATHERED,
     "colwise_rep": _COLUMNS_GATHERED,
     "rowwise_split_input": _ROWS_SPLIT,
     "rowwise_rep": _ROWS_SPLIT,
-    "embedding_rowwise": Word(Kind.VOCABULARY),
-    "vocabulary": Word(Kind.VOCABULARY),
-    "replicated_with_grad_allreduce": Word(Kind.SUMMED),
-    "sequence_parallel": Word(Kind.OUTSIDE),
-    "replicate": Word(Kind.OUTSIDE),
+    "embedding_rowwise": PlanRule(RuleKind.VOCABULARY),
+    "vocabulary": PlanRule(RuleKind.VOCABULARY),
+    "replicated_with_grad_allreduce": PlanRule(RuleKind.SUMMED),
+    "sequence_parallel": PlanRule(RuleKind.OUTSIDE),
+    "replicate": PlanRule(RuleKind.OUTSIDE),
 }
 
 _EXPERTS = "experts are 3-D parameters behind a router, which tensor ranks do not divide here"
@@ -87,7 +87,7 @@ REFUSED: dict[str, str] = {
 Words = Mapping[str, "str | tuple[str, int | Sequence[int]]"]
 
 
-def word_of(pattern: str, said: object) -> Word:
+def parse_plan_rule(pattern: str, said: object) -> PlanRule:
     """Return what ``said`` stands for.
 
     Raises:
@@ -117,4 +117,4 @@ def word_of(pattern: str, said: object) -> Word:
             got=repr(said),
             do="Say e.g. ('packed_colwise', 3), or ('packed_colwise', (64, 16, 16)).",
         )
-    return Word(word.kind, packed=True, spans=spans if isinstance(spans, int) else sizes)
+    return PlanRule(word.kind, packed=True, spans=spans if isinstance(spans, int) else sizes)

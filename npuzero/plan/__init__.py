@@ -22,10 +22,10 @@ What ``after_forward`` and ``between`` keep within a step R1 need not gather aga
 This package is pure data and arithmetic: it knows no process group, no module and no device.
 """
 
-from npuzero.plan.cuts import Block, Cut, Portion
+from npuzero.plan.cuts import Cut, CutBlock, TensorPortion
 from npuzero.plan.flats import FlatSize
 from npuzero.plan.mesh import SHARD_BYTES, MeshShape, axis_bytes, divisors, ring_bytes
-from npuzero.plan.moves import flattened
+from npuzero.plan.moves import flatten_moves
 from npuzero.plan.placement import (
     AXES,
     DATA,
@@ -59,7 +59,7 @@ from npuzero.plan.precision import (
 )
 from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, THINNED, Plan
-from npuzero.plan.relations import Relation, Relations, axes_with, usual
+from npuzero.plan.relations import Relation, Relations, axes_with, default_relation
 from npuzero.plan.report import (
     FROM_DISK,
     LINKS,
@@ -72,22 +72,22 @@ from npuzero.plan.report import (
     sent_by_axis,
     sent_by_verb,
 )
-from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
+from npuzero.plan.schedule import DIGEST_BITS, StepSpec, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
     PAGE_BYTES,
     READ_SLOTS,
     RING_SLOTS,
     STATE_ALIGNMENT,
-    Part,
-    Sections,
-    divide,
-    far_block_bytes,
-    near_numel,
-    sections,
-    whole_pages,
+    RingSections,
+    TierPart,
+    device_shard_numel,
+    divide_shards,
+    offloaded_block_bytes,
+    ring_section_bytes,
+    round_up_pages,
 )
-from npuzero.plan.wire import Level, levels_beyond, levels_of, message_bytes, residual_numels
+from npuzero.plan.wire import WireLevel, levels_beyond, levels_of, residual_numels, thin_message_bytes
 
 __all__ = [
     "AXES",
@@ -127,45 +127,45 @@ __all__ = [
     "TO_HOST",
     "VERBS",
     "Axes",
-    "Block",
     "Cut",
+    "CutBlock",
     "FlatSize",
-    "Level",
     "Memory",
     "MeshShape",
-    "Part",
     "Placement",
     "Plan",
-    "Portion",
     "Precision",
     "PrecisionLike",
     "Relation",
     "Relations",
     "Report",
-    "Sections",
+    "RingSections",
     "Sent",
-    "Step",
+    "StepSpec",
+    "TensorPortion",
+    "TierPart",
+    "WireLevel",
     "axes_between",
     "axes_beyond",
     "axes_over",
     "axes_with",
     "axis_bytes",
-    "divide",
+    "default_relation",
+    "device_shard_numel",
+    "divide_shards",
     "divisors",
-    "far_block_bytes",
-    "flattened",
+    "flatten_moves",
     "levels_beyond",
     "levels_of",
-    "message_bytes",
-    "near_numel",
+    "offloaded_block_bytes",
     "parse_precision",
     "predict_bytes",
     "residual_numels",
     "ring_bytes",
-    "sections",
+    "ring_section_bytes",
+    "round_up_pages",
     "sent_by_axis",
     "sent_by_verb",
     "steady_step",
-    "usual",
-    "whole_pages",
+    "thin_message_bytes",
 ]

@@ -139,7 +139,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Block:
+class CutBlock:
     """Describe consecutive elements of a tensor, and which part has them.
 
     Attributes:
@@ -155,7 +155,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Portion:
+class TensorPortion:
     """Describe what one rank has of a tensor that is cut.
 
     Attributes:
@@ -179,7 +179,7 @@ class Portion:
         """Return the ranges of the cut dimension that the part has."""
         return self.cut.pieces(self.whole, self.count, self.index)
 
-    def of(self, index: int) -> Portion:
+    def of(self, index: int) -> TensorPortion:
         """Return another part of the same tensor."""
         return replace(self, index=index)
 
@@ -187,7 +187,7 @@ class Portion:
         """Return the part of a tensor of shape ``whole``."""
         return self.cut.take(whole, self.count, self.index)
 
-    def blocks(self, limit: int) -> Iterator[Block]:
+    def blocks(self, limit: int) -> Iterator[CutBlock]:
         """Yield the tensor's elements in their order, at most ``limit`` at a time (or so many as a row has).
 
         Where the dimension cut is the first, or what follows it is longer than ``limit``, each block is a range of one
@@ -202,7 +202,7 @@ class Portion:
             step = limit // row
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                yield Block(first * row, last * row, None, first * row // self.count)
+                yield CutBlock(first * row, last * row, None, first * row // self.count)
             return
         ranges = sorted(
             (begin * inner, end * inner, index) for index in range(self.count) for begin, end in self.of(index).pieces
@@ -212,22 +212,22 @@ class Portion:
             for begin, end, owner in ranges:
                 for start in range(begin, end, limit):
                     stop = min(start + limit, end)
-                    yield Block(first + start, first + stop, owner, had[owner])
+                    yield CutBlock(first + start, first + stop, owner, had[owner])
                     had[owner] += stop - start
 
-    def share_of(self, block: Block) -> tuple[int, int]:
+    def share_of(self, block: CutBlock) -> tuple[int, int]:
         """Return which elements of the part a block has; none: an empty range."""
         if block.owner is None:
             return block.start, block.start + (block.end - block.begin) // self.count
         return block.start, block.start + (block.end - block.begin) * (block.owner == self.index)
 
-    def out_of(self, block: Block, values: Tensor) -> Tensor:
+    def out_of(self, block: CutBlock, values: Tensor) -> Tensor:
         """Return the part's share of a block's elements: 1-D, maybe a view of ``values``."""
         if block.owner is None:
             return self._as_rows.take(self._rows_of(values), self.count, self.index).reshape(-1)
         return values if block.owner == self.index else values[:0]
 
-    def into(self, block: Block, values: Tensor, share: Tensor) -> None:
+    def into(self, block: CutBlock, values: Tensor, share: Tensor) -> None:
         """Write the part's share of a block's elements, 1-D, into them."""
         if block.owner is None:
             rows = self._rows_of(values)

@@ -6,22 +6,29 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from npuzero.plan.flats import Kind
-from npuzero.plan.moves import Buffer
+from npuzero.plan.flats import FlatKind
+from npuzero.plan.moves import StepBuffer
 from npuzero.plan.placement import Memory
 from npuzero.plan.precision import MOMENT_BLOCK
-from npuzero.plan.tiers import FAR_CHUNK_BYTES, READ_SLOTS, RING_SLOTS, divide, far_block_bytes, whole_pages
+from npuzero.plan.tiers import (
+    FAR_CHUNK_BYTES,
+    READ_SLOTS,
+    RING_SLOTS,
+    divide_shards,
+    offloaded_block_bytes,
+    round_up_pages,
+)
 
 #: Runs of equal flats, in order: the kind and how many.
-Runs = Sequence[tuple[Kind, int]]
+Runs = Sequence[tuple[FlatKind, int]]
 
 
-def filed_bytes(kind: Kind, numel: int) -> int:
+def nvme_shard_bytes(kind: FlatKind, numel: int) -> int:
     """Return what ``numel`` elements of a flat's resting shard, a piece of a chunk, take on NVMe."""
-    return whole_pages(numel * kind.dtype.itemsize) if kind.plan.parameters.memory is Memory.NVME else 0
+    return round_up_pages(numel * kind.dtype.itemsize) if kind.plan.parameters.memory is Memory.NVME else 0
 
 
-class Filed:
+class NvmeLayout:
     """Know what rests on NVMe of the parameters of units, each given by its runs.
 
     Args:
@@ -34,28 +41,28 @@ class Filed:
 
     def __init__(self, units: Sequence[Runs], chunk_bytes: int) -> None:
         self.read = [[0] * len(runs) for runs in units]
-        self.rings: list[tuple[Buffer, int]] = []
+        self.rings: list[tuple[StepBuffer, int]] = []
         flats = [(kind, i, j) for i, runs in enumerate(units) for j, (kind, n) in enumerate(runs) for _ in range(n)]
         if not any(kind.plan.parameters.memory is Memory.NVME for kind, _, _ in flats):
             return
         chunks = [*self._chunks(flats, chunk_bytes, frozen=False), *self._chunks(flats, chunk_bytes, frozen=True)]
         largest = max(map(sum, self.read))
         for nbytes, slots in ((max(chunks), min(RING_SLOTS, len(chunks))), (largest, READ_SLOTS)):
-            self.rings.append((Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), slots))
+            self.rings.append((StepBuffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), slots))
 
-    def _chunks(self, flats: Sequence[tuple[Kind, int, int]], chunk_bytes: int, frozen: bool) -> Iterator[int]:
+    def _chunks(self, flats: Sequence[tuple[FlatKind, int, int]], chunk_bytes: int, frozen: bool) -> Iterator[int]:
         """Yield what chunks have on NVMe: those of the update, or of what never trains."""
         if frozen:
-            mine = [flat for flat in flats if not flat[0].trainable and filed_bytes(flat[0], 1)]
+            mine = [flat for flat in flats if not flat[0].trainable and nvme_shard_bytes(flat[0], 1)]
             shards = [(0, k.shard(k.plan.parameters), MOMENT_BLOCK * k.dtype.itemsize) for k, _, _ in mine]
         else:
             mine = [flat for flat in flats if flat[0].trainable and flat[0].far]
-            shards = [(k.near, k.near + k.far, far_block_bytes(k.plan.precision, k.dtype)) for k, _, _ in mine]
-        for parts in divide(shards, chunk_bytes or FAR_CHUNK_BYTES):
+            shards = [(k.near, k.near + k.far, offloaded_block_bytes(k.plan.precision, k.dtype)) for k, _, _ in mine]
+        for parts in divide_shards(shards, chunk_bytes or FAR_CHUNK_BYTES):
             total = 0
             for part in parts:
                 kind, i, j = mine[part.shard]
-                nbytes = filed_bytes(kind, part.end - part.begin)
+                nbytes = nvme_shard_bytes(kind, part.end - part.begin)
                 self.read[i][j] += nbytes
                 total += nbytes
             yield total

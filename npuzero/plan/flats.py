@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 
 from npuzero.plan.mesh import MeshShape
-from npuzero.plan.moves import Buffer, Collective, Purpose
+from npuzero.plan.moves import CollectivePurpose, PlannedCollective, StepBuffer
 from npuzero.plan.placement import Axes, Memory, Placement
 from npuzero.plan.presets import Plan
-from npuzero.plan.tiers import near_numel
-from npuzero.plan.wire import Level, levels_beyond, levels_of, message_bytes, residual_numels
+from npuzero.plan.tiers import device_shard_numel
+from npuzero.plan.wire import WireLevel, levels_beyond, levels_of, residual_numels, thin_message_bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FlatSize:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """Describe what of a flat's parameters stays on the device while its unit waits to compute.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held:
 
     more: bool
     axes: Axes
-    copy: Buffer | None
+    copy: StepBuffer | None
 
     @property
     def all(self) -> bool:
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Levels:
+class ReductionLevels:
     """Hold the collectives by which gradients are summed, level by level.
 
     Attributes:
@@ -65,9 +65,9 @@ class Levels:
         residuals: elements of what rounding loses, kept for the next time.
     """
 
-    scatter: tuple[Level, ...]
-    deepen: tuple[Level, ...]
-    spread: tuple[Level, ...]
+    scatter: tuple[WireLevel, ...]
+    deepen: tuple[WireLevel, ...]
+    spread: tuple[WireLevel, ...]
     residuals: int
 
     @property
@@ -77,7 +77,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FlatKind:
     """Describe what equal flats share: length, dtype and plan, and the buffers and collectives that follow."""
 
     numel: int
@@ -87,9 +87,9 @@ class Kind:
     mesh: MeshShape
 
     @staticmethod
-    def of(flat: FlatSize, plan: Plan, mesh: MeshShape) -> Kind:
+    def of(flat: FlatSize, plan: Plan, mesh: MeshShape) -> FlatKind:
         """Return the kind of ``flat`` in a model under ``plan``."""
-        return Kind(flat.numel, flat.dtype, flat.trainable, flat.plan or plan, mesh)
+        return FlatKind(flat.numel, flat.dtype, flat.trainable, flat.plan or plan, mesh)
 
     def shard(self, placement: Placement) -> int:
         """Return the elements of a shard of this part."""
@@ -105,28 +105,28 @@ class Kind:
         return self.many(self.plan.parameters.axes) or self.plan.parameters.far
 
     @cached_property
-    def after_forward(self) -> Held:
+    def after_forward(self) -> HeldParameters:
         """Return what is held between forward and backward."""
-        return _held(self, self.plan.held_after_forward)
+        return _find_held_parameters(self, self.plan.held_after_forward)
 
     @cached_property
-    def between(self) -> Held:
+    def between(self) -> HeldParameters:
         """Return what is held between backward and the next micro-batch's forward."""
-        return _held(self, self.plan.held_between)
+        return _find_held_parameters(self, self.plan.held_between)
 
     @cached_property
-    def rests(self) -> Held:
+    def rests(self) -> HeldParameters:
         """Return what is held between steps: no more than rests."""
-        return _held(self, self.plan.parameters)
+        return _find_held_parameters(self, self.plan.parameters)
 
     @cached_property
-    def whole(self) -> Buffer:
-        return Buffer(Memory.DEVICE, "buffers", self.numel, self.dtype)
+    def whole(self) -> StepBuffer:
+        return StepBuffer(Memory.DEVICE, "buffers", self.numel, self.dtype)
 
     @cached_property
     def near(self) -> int:
         """Return the elements of this rank's states that rest on the device."""
-        return near_numel(self.plan.states, self.shard(self.plan.states))
+        return device_shard_numel(self.plan.states, self.shard(self.plan.states))
 
     @cached_property
     def far(self) -> int:
@@ -134,9 +134,9 @@ class Kind:
         return self.shard(self.plan.states) - self.near
 
     @cached_property
-    def gradient(self) -> Buffer:
+    def gradient(self) -> StepBuffer:
         """Return the buffer of gradients on the device: where they rest, or what they are summed in on their way."""
-        return Buffer(Memory.DEVICE, "gradients", self.shard(self.plan.gradients), torch.float32)
+        return StepBuffer(Memory.DEVICE, "gradients", self.shard(self.plan.gradients), torch.float32)
 
     @cached_property
     def homed(self) -> bool:
@@ -163,13 +163,13 @@ class Kind:
         return self.has_boundary and not self.scattered and self.wire != torch.float32
 
     def collective(
-        self, purpose: Purpose, unit: int, verb: str, axes: Axes, numel: int, dtype: torch.dtype
-    ) -> Collective:
+        self, purpose: CollectivePurpose, unit: int, verb: str, axes: Axes, numel: int, dtype: torch.dtype
+    ) -> PlannedCollective:
         """Return the collective ``verb`` over ``numel`` elements, before they are sharded over ``axes``."""
-        return Collective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
+        return PlannedCollective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
 
     @cached_property
-    def levels(self) -> Levels:
+    def levels(self) -> ReductionLevels:
         """Return the collectives by which gradients are summed."""
         plan, size = self.plan, self.mesh.size
         scatter = levels_of(plan.precision, plan.gradients.axes, size)
@@ -177,23 +177,23 @@ class Kind:
         spread = levels_beyond(plan.precision, plan.beyond, size)
         sent = (self.numel, self.shard(plan.gradients), self.shard(plan.states))
         kept = (residual_numels(numel, each, size) for numel, each in zip(sent, (scatter, deepen, spread), strict=True))
-        return Levels(scatter, deepen, spread, sum(map(sum, kept)))
+        return ReductionLevels(scatter, deepen, spread, sum(map(sum, kept)))
 
-    def lent(self, numel: int, dtype: torch.dtype | None = None) -> Buffer:
+    def lent(self, numel: int, dtype: torch.dtype | None = None) -> StepBuffer:
         """Return a communication buffer from the pool, in the communication dtype unless another is named."""
-        return Buffer(Memory.DEVICE, "buffers", numel, dtype or self.wire, ("reduce", self.levels.first))
+        return StepBuffer(Memory.DEVICE, "buffers", numel, dtype or self.wire, ("reduce", self.levels.first))
 
-    def codes(self, channel: str, axes: Axes, numel: int, bits: int) -> Buffer:
+    def codes(self, channel: str, axes: Axes, numel: int, bits: int) -> StepBuffer:
         """Return a buffer from the pool for ``numel`` elements, in a message for each rank of ``axes``."""
         ranks = self.mesh.size(axes)
-        nbytes = ranks * message_bytes(numel // ranks, bits)
-        return Buffer(Memory.DEVICE, "buffers", nbytes, torch.uint8, (channel, axes))
+        nbytes = ranks * thin_message_bytes(numel // ranks, bits)
+        return StepBuffer(Memory.DEVICE, "buffers", nbytes, torch.uint8, (channel, axes))
 
 
-def _held(kind: Kind, placement: Placement) -> Held:
+def _find_held_parameters(kind: FlatKind, placement: Placement) -> HeldParameters:
     """Return what is held of a flat's parameters where they rest as ``placement`` says."""
     resting, mesh = kind.plan.parameters, kind.mesh
     more = not placement.far if resting.far else mesh.size(placement.axes) < mesh.size(resting.axes)
     copied = more and kind.many(placement.axes)
-    copy = Buffer(Memory.DEVICE, "buffers", kind.shard(placement), kind.dtype) if copied else None
-    return Held(more, placement.axes if more else resting.axes, copy)
+    copy = StepBuffer(Memory.DEVICE, "buffers", kind.shard(placement), kind.dtype) if copied else None
+    return HeldParameters(more, placement.axes if more else resting.axes, copy)

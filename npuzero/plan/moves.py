@@ -11,7 +11,7 @@ import torch
 from npuzero.plan.placement import Axes, Memory
 
 
-class Purpose(enum.Enum):
+class CollectivePurpose(enum.Enum):
     """Say what a collective is for: one of the four rules, or what the engine says to itself."""
 
     GATHER = "gather"  # R1
@@ -32,17 +32,17 @@ class Purpose(enum.Enum):
 
 
 _CHANNELS = {
-    Purpose.GATHER: "gather",
-    Purpose.RESTORE: "restore",
-    Purpose.REDUCE: "reduce",
-    Purpose.BOUNDARY: "reduce",
-    Purpose.VOTE: "control",
-    Purpose.NORM: "control",
+    CollectivePurpose.GATHER: "gather",
+    CollectivePurpose.RESTORE: "restore",
+    CollectivePurpose.REDUCE: "reduce",
+    CollectivePurpose.BOUNDARY: "reduce",
+    CollectivePurpose.VOTE: "control",
+    CollectivePurpose.NORM: "control",
 }
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Run one collective over one buffer.
 
     Attributes:
@@ -51,7 +51,7 @@ class Collective:
         nbytes: of the unsharded buffer, size times the shard.
     """
 
-    purpose: Purpose
+    purpose: CollectivePurpose
     unit: int
     verb: str
     axes: Axes
@@ -60,7 +60,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class StepBuffer:
     """Describe memory that lives within a step.
 
     Attributes:
@@ -81,7 +81,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputePass:
     """Compute the forward of unit ``unit``, or its backward."""
 
     unit: int
@@ -89,47 +89,47 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Take:
+class AllocateBuffer:
     """Take memory for ``count`` such buffers."""
 
-    buffer: Buffer
+    buffer: StepBuffer
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Give:
+class FreeBuffer:
     """Give ``count`` such buffers back."""
 
-    buffer: Buffer
+    buffer: StepBuffer
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCollective:
     """Start ``count`` such collectives, one for each of as many equal flats."""
 
-    collective: Collective
+    collective: PlannedCollective
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitCollective:
     """Compute waits for the first ``count`` collectives under way of a unit and purpose; 0: all was there already."""
 
-    purpose: Purpose
+    purpose: CollectivePurpose
     unit: int
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchReduction:
     """Begin the reduction of a flat of ``unit``, whose gradients are complete."""
 
     unit: int
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopyBytes:
     """Copy ``nbytes``, ``count`` times, from one memory of this rank to another.
 
     Attributes:
@@ -142,34 +142,44 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Update:
+class HostUpdate:
     """Update ``numel`` elements of a chunk that is on the host."""
 
     numel: int
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatMoves:
     """Repeat ``moves`` ``times`` times; each time they leave all as they found it."""
 
     times: int
     moves: tuple[Move, ...]
 
 
-Move = Compute | Take | Give | Start | Wait | Launch | Copy | Update | Repeat
+Move = (
+    ComputePass
+    | AllocateBuffer
+    | FreeBuffer
+    | StartCollective
+    | WaitCollective
+    | LaunchReduction
+    | CopyBytes
+    | HostUpdate
+    | RepeatMoves
+)
 
 
-def flattened(moves: Iterable[Move]) -> Iterator[Move]:
+def flatten_moves(moves: Iterable[Move]) -> Iterator[Move]:
     """Yield the moves one by one, repeats written out."""
     for move in moves:
-        if isinstance(move, Repeat):
+        if isinstance(move, RepeatMoves):
             for _ in range(move.times):
-                yield from flattened(move.moves)
+                yield from flatten_moves(move.moves)
         else:
             yield move
 
 
-def written(moves: list[Move], do: Callable[[], None]) -> tuple[Move, ...]:
+def record_moves(moves: list[Move], do: Callable[[], None]) -> tuple[Move, ...]:
     """Return the moves that ``do`` adds to ``moves``, and take them out again."""
     begin = len(moves)
     do()

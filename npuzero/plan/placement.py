@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from npuzero.errors import keywords
+from npuzero.errors import refuse_unknown_keywords
 
 PIPE, POD, NODE, LOCAL, TENSOR = "pipe", "pod", "node", "local", "tensor"
 #: The axes of a mesh in rank order, outermost first: neighbours along the last one have neighbouring ranks.
@@ -39,7 +39,7 @@ class Memory(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is Python's, and predictions ask it a million times
 
 
-@keywords()
+@refuse_unknown_keywords()
 @dataclass(frozen=True)
 class Placement:
     """Say where one part of the training state is kept.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from npuzero.errors import ConfigError, did_you_mean, keywords
+from npuzero.errors import ConfigError, did_you_mean, refuse_unknown_keywords
 from npuzero.plan.placement import DATA, NODE
-from npuzero.plan.wire import BLOCKS, THIN, Level, Wires, by_axis, check_plain, said
+from npuzero.plan.wire import BLOCKS, THIN, WireLevel, Wires, check_plain_wires, iter_named_wires, sort_wires_by_axis
 
 #: Each parameter starts on a multiple of this many elements: 16 bytes even in 8 bits.
 START_ELEMENTS = 16
@@ -47,7 +47,7 @@ def _spellings(values: Iterable[object]) -> dict[str, object]:
     return {str(value).removeprefix("torch."): value for value in values if value is not None}
 
 
-@keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
+@refuse_unknown_keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
 @dataclass(frozen=True)
 class Precision:
     """Choose the dtypes in which each part of the training state is kept, sent and computed.
@@ -93,7 +93,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if isinstance(self.wires, (Mapping, tuple)):
-            object.__setattr__(self, "wires", by_axis(self.wires))
+            object.__setattr__(self, "wires", sort_wires_by_axis(self.wires))
         dtypes = (None, *DTYPES.values())
         allowed: dict[str, Sequence[object]] = {
             "parameters": dtypes,
@@ -115,9 +115,9 @@ class Precision:
             )
         for name, values in allowed.items():
             _check_among(name, getattr(self, name), values)
-        for name, wire in said(self.wires):
+        for name, wire in iter_named_wires(self.wires):
             _check_among(name, wire, (None, *DTYPES.values(), *THIN))
-        check_plain(self.wires)
+        check_plain_wires(self.wires)
         if self.masters != "fp32" and self.parameters is not torch.bfloat16:
             raise ConfigError(
                 f"precision.masters={self.masters!r}",
@@ -149,7 +149,7 @@ class Precision:
     @property
     def plain_wire(self) -> torch.dtype | None:
         """Return the communication dtype of gradients along axes that are not thin; None: the parameters'."""
-        return next((wire for _, wire in said(self.wires) if isinstance(wire, torch.dtype)), None)
+        return next((wire for _, wire in iter_named_wires(self.wires) if isinstance(wire, torch.dtype)), None)
 
     def wire_of(self, parameter: torch.dtype) -> torch.dtype:
         """Return the communication dtype of gradients of parameters of dtype ``parameter``: where they are not thin,
@@ -157,12 +157,12 @@ class Precision:
         """
         return self.plain_wire or parameter
 
-    def level_of(self, axis: str) -> Level:
+    def level_of(self, axis: str) -> WireLevel:
         """Return how gradients travel along ``axis``, by itself."""
         wire = dict(self.wires).get(axis) if isinstance(self.wires, tuple) else self.wires
         if axis not in DATA or not isinstance(wire, str):
-            return Level((axis,))
-        return Level((axis,), THIN[wire], self.feedback in (axis, "all"))
+            return WireLevel((axis,))
+        return WireLevel((axis,), THIN[wire], self.feedback in (axis, "all"))
 
     @property
     def gather_bits(self) -> int | None:
@@ -172,7 +172,7 @@ class Precision:
     @property
     def thin(self) -> bool:
         """Tell whether anything travels in fewer bits than a dtype has."""
-        return self.gathers is not None or any(isinstance(wire, str) for _, wire in said(self.wires))
+        return self.gathers is not None or any(isinstance(wire, str) for _, wire in iter_named_wires(self.wires))
 
     @property
     def shard_elements(self) -> int:

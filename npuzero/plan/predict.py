@@ -8,61 +8,70 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from npuzero.plan.flats import FlatSize, Kind
+from npuzero.plan.flats import FlatKind, FlatSize
 from npuzero.plan.mesh import MeshShape, axis_bytes
-from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
+from npuzero.plan.moves import (
+    AllocateBuffer,
+    CopyBytes,
+    FreeBuffer,
+    Move,
+    PlannedCollective,
+    RepeatMoves,
+    StartCollective,
+    StepBuffer,
+)
 from npuzero.plan.placement import Memory
 from npuzero.plan.presets import Plan
 from npuzero.plan.report import LABELS, LINKS, Report, Sent, sent_by_axis, sent_by_verb
-from npuzero.plan.schedule import Step, steady_step
+from npuzero.plan.schedule import StepSpec, steady_step
 
 #: A memory space, and a part of the training state there.
 Where = tuple[Memory, str]
 
 
-def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: Step) -> Report:
+def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: StepSpec) -> Report:
     """Return what one rank holds and sends in one steady step: the table's arithmetic.
 
     Args:
         plan, flats, mesh: the row, the model (flats in order of their units), the ranks.
         step: how the step is run.
     """
-    return report_of(plan, flats, mesh, step.moments, steady_step(flats, plan, mesh, step))
+    return build_report(plan, flats, mesh, step.moments, steady_step(flats, plan, mesh, step))
 
 
-def report_of(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, moments: int, moves: Sequence[Move]) -> Report:
+def build_report(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, moments: int, moves: Sequence[Move]) -> Report:
     """Return what :func:`predict_bytes` does, of a step whose ``moves`` are known."""
     held: dict[Memory, dict[str, int]] = {Memory.DEVICE: dict.fromkeys(LABELS, 0)}
-    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, moments) + peak_bytes(moves)).items():
+    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, moments) + peak_step_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
     sent, control = Sent(), Sent()
-    for collective, times in collectives(moves):
+    for collective, times in iter_collectives(moves):
         counter = control if collective.purpose.channel == "control" else sent
         for axis, nbytes in axis_bytes(collective.verb, collective.nbytes, mesh.sizes(collective.axes)).items():
             counter[axis, collective.verb] += times * nbytes
     moved = Counter(dict.fromkeys(LINKS, 0))
-    for copy, times in copies(moves):
+    for copy, times in iter_copies(moves):
         moved[copy.link] += times * copy.nbytes
     by_verb = sent_by_verb(sent, control.total())
     return Report(held, by_verb, plan, mesh.world, dict(moved), sent_by_axis(sent))
 
 
-def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:
+def iter_collectives(moves: Iterable[Move]) -> Iterator[tuple[PlannedCollective, int]]:
     """Yield each collective of a schedule, and how often it runs."""
     for move in moves:
-        if isinstance(move, Start):
+        if isinstance(move, StartCollective):
             yield move.collective, move.count
-        elif isinstance(move, Repeat):
-            yield from ((collective, move.times * times) for collective, times in collectives(move.moves))
+        elif isinstance(move, RepeatMoves):
+            yield from ((collective, move.times * times) for collective, times in iter_collectives(move.moves))
 
 
-def copies(moves: Iterable[Move]) -> Iterator[tuple[Copy, int]]:
+def iter_copies(moves: Iterable[Move]) -> Iterator[tuple[CopyBytes, int]]:
     """Yield each copy of a schedule, and how often it is made."""
     for move in moves:
-        if isinstance(move, Copy):
+        if isinstance(move, CopyBytes):
             yield move, move.count
-        elif isinstance(move, Repeat):
-            yield from ((copy, move.times * times) for copy, times in copies(move.moves))
+        elif isinstance(move, RepeatMoves):
+            yield from ((copy, move.times * times) for copy, times in iter_copies(move.moves))
 
 
 def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moments: int) -> Counter[Where]:
@@ -71,7 +80,7 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
     """
     held: Counter[Where] = Counter()
     for flat, equal in itertools.groupby(flats):
-        kind, count = Kind.of(flat, plan, mesh), sum(1 for _ in equal)
+        kind, count = FlatKind.of(flat, plan, mesh), sum(1 for _ in equal)
         own, precision = kind.plan, kind.plan.precision
         held[own.parameters.memory, "parameters"] += count * kind.shard(own.parameters) * flat.dtype.itemsize
         if flat.trainable:
@@ -85,14 +94,14 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
     return held
 
 
-def peak_bytes(moves: Iterable[Move]) -> Counter[Where]:
+def peak_step_bytes(moves: Iterable[Move]) -> Counter[Where]:
     """Return the high water of what comes and goes within a step."""
-    tide = _Tide()
+    tide = _BufferPeaks()
     tide.walk(moves)
     return tide.peak + tide.pooled
 
 
-class _Tide:
+class _BufferPeaks:
     """Count what is held now, and was at most; apart from it what pools have made,
     which they keep from step to step.
     """
@@ -101,18 +110,18 @@ class _Tide:
         self.now: Counter[Where] = Counter()
         self.peak: Counter[Where] = Counter()
         self.pooled: Counter[Where] = Counter()
-        self._idle: Counter[Buffer] = Counter()
+        self._idle: Counter[StepBuffer] = Counter()
 
     def walk(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            if isinstance(move, Take):
+            if isinstance(move, AllocateBuffer):
                 self._take(move.buffer, move.count)
-            elif isinstance(move, Give):
+            elif isinstance(move, FreeBuffer):
                 self._give(move.buffer, move.count)
-            elif isinstance(move, Repeat):  # each time the same
+            elif isinstance(move, RepeatMoves):  # each time the same
                 self.walk(move.moves)
 
-    def _take(self, buffer: Buffer, count: int) -> None:
+    def _take(self, buffer: StepBuffer, count: int) -> None:
         where = buffer.memory, buffer.label
         if buffer.pool is not None:
             made = max(0, count - self._idle[buffer])
@@ -122,7 +131,7 @@ class _Tide:
             self.now[where] += count * buffer.nbytes
             self.peak[where] = max(self.peak[where], self.now[where])
 
-    def _give(self, buffer: Buffer, count: int) -> None:
+    def _give(self, buffer: StepBuffer, count: int) -> None:
         if buffer.pool is not None:
             self._idle[buffer] += count
         else:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from npuzero.errors import ConfigError, did_you_mean, keywords
+from npuzero.errors import ConfigError, did_you_mean, refuse_unknown_keywords
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.placement import (
     DATA,
@@ -26,7 +26,7 @@ from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_pre
 from npuzero.plan.relations import Relation, Relations, axes_with
 
 
-@keywords(held="after_forward", reshard_after_forward="after_forward", reshard_after_backward="between")
+@refuse_unknown_keywords(held="after_forward", reshard_after_forward="after_forward", reshard_after_backward="between")
 @dataclass(frozen=True)
 class Plan:
     """Place the parts of a training state over the ranks: one row of the table.
@@ -138,7 +138,7 @@ class Plan:
         _check_lag(self)
 
     @staticmethod
-    @keywords()
+    @refuse_unknown_keywords()
     def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
         """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
@@ -162,7 +162,7 @@ class Plan:
             return replace(Plan.preset(_DELAYED[key], precision=precision, local_size=local_size), lag=1, name=key)
         if isinstance(key, str) and key in _THIN:
             row, thin = _THIN[key]
-            thinner = _thinner(parse_precision(precision), thin)
+            thinner = _make_thin_precision(parse_precision(precision), thin)
             return replace(Plan.preset(row, precision=thinner, local_size=local_size), name=key)
         if not isinstance(key, str) or key not in _ROWS:
             raise ConfigError(
@@ -242,7 +242,7 @@ class Plan:
 
         The same object each time, for it is compared often.
         """
-        return _related(self, relations) if relations else self
+        return _apply_relations(self, relations) if relations else self
 
     @functools.cached_property
     def averaged(self) -> Axes:
@@ -304,7 +304,7 @@ class Plan:
             if self.local_size is not None:
                 groups = self.mesh_shape(world.node * world.local)
                 shape = replace(world, node=groups.node, local=groups.local)
-            _check_sequence(self, shape)
+            _check_sequence_preset(self, shape)
             return shape
         if not _is_int(world) or world < 1:
             raise ConfigError(
@@ -323,7 +323,7 @@ class Plan:
             )
         shape = MeshShape(world // local, local)
         if host_size is not None:  # ranks that there are, not their number alone
-            _check_sequence(self, shape)
+            _check_sequence_preset(self, shape)
         return shape
 
 
@@ -408,7 +408,7 @@ _MEMORIES = {
 }
 
 
-def _thinner(precision: Precision, thin: Mapping[str, str]) -> Precision:
+def _make_thin_precision(precision: Precision, thin: Mapping[str, str]) -> Precision:
     """Return ``precision`` with parameters gathered in 8 bits, and gradients as ``thin`` says where it does not."""
     if any(precision.level_of(axis).bits for axis in DATA):
         return replace(precision, gathers="int8")
@@ -421,7 +421,7 @@ def _is_int(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _related(plan: Plan, relations: Relations) -> Plan:
+def _apply_relations(plan: Plan, relations: Relations) -> Plan:
     cut = axes_with(relations, Relation.CUT)
 
     def uncut(placement: Placement) -> Placement:
@@ -467,7 +467,7 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
         )
 
 
-def _check_sequence(plan: Plan, shape: MeshShape) -> None:
+def _check_sequence_preset(plan: Plan, shape: MeshShape) -> None:
     if plan.name.partition("+")[0] in SEQUENCED and shape.local > 1 == shape.sequence:
         raise ConfigError(
             f"plan {plan.name!r}",

@@ -35,7 +35,7 @@ class Relation(enum.Enum):
 Relations = tuple[tuple[str, Relation], ...]
 
 
-def usual(axis: str) -> Relation:
+def default_relation(axis: str) -> Relation:
     """Return the relation of a parameter that nobody has said anything of."""
     if axis in DATA:
         return Relation.AVERAGED
@@ -44,6 +44,6 @@ def usual(axis: str) -> Relation:
 
 def axes_with(relations: Relations, *words: Relation) -> Axes:
     """Return the axes along which the relation is one of ``words``, in mesh order; ``ends`` for ``pipe`` if uncut."""
-    by_axis = {axis: dict(relations).get(axis, usual(axis)) for axis in AXES}
+    by_axis = {axis: dict(relations).get(axis, default_relation(axis)) for axis in AXES}
     uncut = by_axis[PIPE] is not Relation.CUT
     return tuple(ENDS if axis == PIPE and uncut else axis for axis, word in by_axis.items() if word in words)

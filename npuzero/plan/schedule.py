@@ -19,29 +19,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from npuzero.plan.filed import Filed
-from npuzero.plan.flats import FlatSize, Held
+from npuzero.plan.filed import NvmeLayout
+from npuzero.plan.flats import FlatSize, HeldParameters
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import (
-    Collective,
-    Compute,
-    Copy,
-    Give,
-    Launch,
+    AllocateBuffer,
+    CollectivePurpose,
+    ComputePass,
+    CopyBytes,
+    FreeBuffer,
+    LaunchReduction,
     Move,
-    Purpose,
-    Repeat,
-    Start,
-    Take,
-    Wait,
-    written,
+    PlannedCollective,
+    RepeatMoves,
+    StartCollective,
+    WaitCollective,
+    record_moves,
 )
 from npuzero.plan.placement import ENDS, PIPE, STAGE, Axes, axes_over
 from npuzero.plan.presets import Plan
-from npuzero.plan.reductions import Reductions
+from npuzero.plan.reductions import ReductionWriter
 from npuzero.plan.report import FROM_DISK, TO_DEVICE
-from npuzero.plan.stream import far_update
-from npuzero.plan.units import Part, State, Unit, units_of, walk
+from npuzero.plan.stream import offloaded_update_moves
+from npuzero.plan.units import PlannedUnit, PlannedUnitState, UnitPart, build_planned_units, walk_units
 
 #: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
 #: follow different rules.
@@ -49,7 +49,7 @@ DIGEST_BITS = 32
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSpec:
     """Describe how a step is run.
 
     Attributes:
@@ -86,15 +86,15 @@ class Step:
     tied_parameters: int = 0
 
 
-def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: Step) -> list[Move]:
+def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: StepSpec) -> list[Move]:
     """Return the moves of one rank in a steady step, from its first forward to ``zero_grad()``."""
-    return _Rank(units_of(flats, plan, mesh), mesh, plan, step).moves()
+    return _StepWriter(build_planned_units(flats, plan, mesh), mesh, plan, step).moves()
 
 
-class _Rank:
+class _StepWriter:
     """Write down what one rank does."""
 
-    def __init__(self, units: list[Unit], mesh: MeshShape, plan: Plan, step: Step) -> None:
+    def __init__(self, units: list[PlannedUnit], mesh: MeshShape, plan: Plan, step: StepSpec) -> None:
         self._units = units
         self._mesh = mesh
         self._plan = plan
@@ -102,21 +102,21 @@ class _Rank:
         self._prefetch = step.prefetch if step.overlaps_parameters else 0
         self._moves: list[Move] = []
         self._spans = step.spans or (len(units) - 1, *range(1, len(units)))
-        self._whole = Part(units, self._spans)
-        self._parts = [Part([units[i] for i in each], self._spans) for each in step.parts] or [self._whole]
-        self._reductions = Reductions(self._moves, step.overlaps_gradients)
+        self._whole = UnitPart(units, self._spans)
+        self._parts = [UnitPart([units[i] for i in each], self._spans) for each in step.parts] or [self._whole]
+        self._reductions = ReductionWriter(self._moves, step.overlaps_gradients)
         # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
         late = step.overlaps_parameters and not plan.lag and any(unit.far for unit in units)
         first = next((i for i, unit in enumerate(units) if unit.far), 0)
         self._late = units[first:] if late else []
-        self._owed: deque[Unit] = deque()
-        self._filed = Filed([unit.runs for unit in units], step.chunk_bytes)
+        self._owed: deque[PlannedUnit] = deque()
+        self._filed = NvmeLayout([unit.runs for unit in units], step.chunk_bytes)
 
     def moves(self) -> list[Move]:
         """Return the whole step."""
         if not self._units:
             return []
-        self._moves += [Take(*ring) for ring in self._filed.rings]
+        self._moves += [AllocateBuffer(*ring) for ring in self._filed.rings]
         if self._step.overlaps_parameters:  # the last step's R4 is under way
             self._owed.extend(self._late)
             for unit in self._units[: len(self._units) - len(self._late)]:
@@ -126,12 +126,12 @@ class _Rank:
             self._release(unit, unit.rests)
         self._finish_gradients()
         runs = [run for unit in self._units for run in unit.trainable]
-        self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
+        self._moves += offloaded_update_moves(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
         for unit in self._units[: len(self._units) - len(self._late)]:
             self._restore(unit)
-        self._moves += [Give(*ring) for ring in self._filed.rings]
+        self._moves += [FreeBuffer(*ring) for ring in self._filed.rings]
         for unit in self._units:  # zero_grad(), where they are large
-            self._moves += [Give(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
+            self._moves += [FreeBuffer(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
         return self._moves
 
     def _acts(self, acts: Sequence[tuple[int, bool]]) -> None:
@@ -149,7 +149,7 @@ class _Rank:
         if count > 1:
             self._pass()
         if count > 2:  # all alike: the first finds no gradients, the last sends them where the step wants them
-            self._moves.append(Repeat(count - 2, written(self._moves, self._pass)))
+            self._moves.append(RepeatMoves(count - 2, record_moves(self._moves, self._pass)))
             for unit in self._units:
                 unit.passed = count - 1
         self._pass()
@@ -159,20 +159,20 @@ class _Rank:
         self._forward(self._whole)
         self._backward(self._whole)
 
-    def _forward(self, part: Part) -> None:
-        for unit, begins in walk(part.units, self._spans):
+    def _forward(self, part: UnitPart) -> None:
+        for unit, begins in walk_units(part.units, self._spans):
             if begins:
                 self._forward_begins(unit, part)
-                self._moves.append(Compute(unit.index, backward=False))
+                self._moves.append(ComputePass(unit.index, backward=False))
             else:
                 self._release(unit, unit.after_forward)
 
-    def _backward(self, part: Part) -> None:
+    def _backward(self, part: UnitPart) -> None:
         # Before backward reaches any of them: what is gathered ahead depends on which units are done.
         for unit in part.units:
             unit.missing = bool(unit.trainable)
-        late: list[Unit] = []
-        for unit, begins in walk(part.by_end[::-1], self._spans):
+        late: list[PlannedUnit] = []
+        for unit, begins in walk_units(part.by_end[::-1], self._spans):
             if begins:
                 self._backward_reaches(unit, part)
                 # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
@@ -194,114 +194,116 @@ class _Rank:
 
     # -- R1 and R4 -------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, unit: Unit, part: Part) -> None:
+    def _forward_begins(self, unit: PlannedUnit, part: UnitPart) -> None:
         self._finish_restore(unit)
         if unit.apart:
             self._finish_gather(unit)
             at = part.trace.index(unit) + 1
             self._gather_ahead(part, part.trace[at : at + self._prefetch])
 
-    def _backward_reaches(self, unit: Unit, part: Part) -> None:
+    def _backward_reaches(self, unit: PlannedUnit, part: UnitPart) -> None:
         if unit.apart:
             self._finish_gather(unit)
             before = part.ended[: part.ended.index(unit)]
             self._gather_ahead(part, before[::-1][: self._prefetch])
-        self._moves.append(Compute(unit.index, backward=True))
+        self._moves.append(ComputePass(unit.index, backward=True))
         if self._reductions.has(unit):
             self._reductions.drain()  # of the pass before: what is being summed cannot be added to
         if unit.first:
-            self._moves += [Take(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
+            self._moves += [AllocateBuffer(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
 
-    def _gather_ahead(self, part: Part, units: Iterable[Unit]) -> None:
+    def _gather_ahead(self, part: UnitPart, units: Iterable[PlannedUnit]) -> None:
         for unit in units:
             if not part.done(unit):
                 self._finish_restore(unit)
                 self._start_gather(unit)
 
-    def _start_gather(self, unit: Unit) -> None:
-        if unit.state not in (State.SHARDED, State.HELD):
+    def _start_gather(self, unit: PlannedUnit) -> None:
+        if unit.state not in (PlannedUnitState.SHARDED, PlannedUnitState.HELD):
             return
         for (kind, count), held, filed in zip(unit.runs, unit.held, self._filed.read[unit.index], strict=True):
             if kind.apart and not held.all:
-                self._moves.append(Take(kind.whole, count))
+                self._moves.append(AllocateBuffer(kind.whole, count))
                 if kind.plan.parameters.far and not held.more:
-                    self._moves += [Copy(FROM_DISK, filed)] if filed else []
-                    self._moves.append(Copy(TO_DEVICE, kind.shard(kind.plan.parameters) * kind.dtype.itemsize, count))
+                    self._moves += [CopyBytes(FROM_DISK, filed)] if filed else []
+                    self._moves.append(
+                        CopyBytes(TO_DEVICE, kind.shard(kind.plan.parameters) * kind.dtype.itemsize, count)
+                    )
                 if kind.many(held.axes):
                     gather = kind.collective(
-                        Purpose.GATHER, unit.index, "all_gather", held.axes, kind.numel, kind.dtype
+                        CollectivePurpose.GATHER, unit.index, "all_gather", held.axes, kind.numel, kind.dtype
                     )
                     bits = kind.plan.precision.gather_bits
                     if bits and not held.more:  # what rests travels thin, copies of it as they are
                         codes = kind.codes("gather", held.axes, kind.numel, bits)
                         gather = replace(gather, nbytes=codes.nbytes)
-                        self._moves.append(Take(codes, count))
-                        unit.codes.append(Give(codes, count))
-                    self._moves.append(Start(gather, count))
+                        self._moves.append(AllocateBuffer(codes, count))
+                        unit.codes.append(FreeBuffer(codes, count))
+                    self._moves.append(StartCollective(gather, count))
                     unit.gathers += count
-        unit.state = State.GATHERING
+        unit.state = PlannedUnitState.GATHERING
 
-    def _finish_gather(self, unit: Unit) -> None:
-        if unit.state is not State.WHOLE:
+    def _finish_gather(self, unit: PlannedUnit) -> None:
+        if unit.state is not PlannedUnitState.WHOLE:
             self._start_gather(unit)
-            self._moves += [Wait(Purpose.GATHER, unit.index, unit.gathers), *unit.codes]
+            self._moves += [WaitCollective(CollectivePurpose.GATHER, unit.index, unit.gathers), *unit.codes]
             unit.gathers, unit.codes = 0, []
-            unit.state = State.WHOLE
+            unit.state = PlannedUnitState.WHOLE
 
-    def _release(self, unit: Unit, keep: list[Held]) -> None:
+    def _release(self, unit: PlannedUnit, keep: list[HeldParameters]) -> None:
         """Hold ``keep`` of a unit, by run, and no more."""
-        if not unit.apart or unit.state is State.SHARDED:
+        if not unit.apart or unit.state is PlannedUnitState.SHARDED:
             return
-        if unit.state is State.GATHERING:  # gathered ahead, and never used
+        if unit.state is PlannedUnitState.GATHERING:  # gathered ahead, and never used
             self._finish_gather(unit)
         for (kind, count), before, held in zip(unit.runs, unit.held, keep, strict=True):
             if before.copy != held.copy:
-                self._moves += [Give(before.copy, count)] if before.copy else []
-                self._moves += [Take(held.copy, count)] if held.copy else []
-            whole = unit.state is State.WHOLE or before.all
+                self._moves += [FreeBuffer(before.copy, count)] if before.copy else []
+                self._moves += [AllocateBuffer(held.copy, count)] if held.copy else []
+            whole = unit.state is PlannedUnitState.WHOLE or before.all
             if kind.apart and whole and not held.all:
-                self._moves.append(Give(kind.whole, count))
+                self._moves.append(FreeBuffer(kind.whole, count))
         unit.held = keep
-        unit.state = State.HELD if any(held.more for held in keep) else State.SHARDED
+        unit.state = PlannedUnitState.HELD if any(held.more for held in keep) else PlannedUnitState.SHARDED
 
-    def _restore(self, unit: Unit) -> None:
+    def _restore(self, unit: PlannedUnit) -> None:
         for kind, count in unit.trainable:
             axes = kind.plan.restored
             if kind.many(axes):
                 numel = kind.shard(kind.plan.parameters)
-                restore = kind.collective(Purpose.RESTORE, unit.index, "all_gather", axes, numel, kind.dtype)
-                self._moves.append(Start(restore, count))
+                restore = kind.collective(CollectivePurpose.RESTORE, unit.index, "all_gather", axes, numel, kind.dtype)
+                self._moves.append(StartCollective(restore, count))
                 unit.restores += count
         if not self._step.overlaps_parameters:
             self._finish_restore(unit)
 
-    def _finish_restore(self, unit: Unit) -> None:
+    def _finish_restore(self, unit: PlannedUnit) -> None:
         while self._owed and self._owed[0].index <= unit.index:
             self._restore(self._owed.popleft())
         if unit.restores:
-            self._moves.append(Wait(Purpose.RESTORE, unit.index, unit.restores))
+            self._moves.append(WaitCollective(CollectivePurpose.RESTORE, unit.index, unit.restores))
             unit.restores = 0
 
     def _finish_gradients(self) -> None:
         """Finish what backward left, the vote on which parameters took part, and the norm."""
         self._reductions.drain()
-        for unit in (unit for unit, begins in walk(self._whole.by_end[::-1], self._spans) if not begins):
+        for unit in (unit for unit, begins in walk_units(self._whole.by_end[::-1], self._spans) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
-            self._moves += [Launch(unit.index)] * alone
+            self._moves += [LaunchReduction(unit.index)] * alone
         self._reductions.reduce_tied(self._units[0])
         owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
             # Beside the parameters: whether a program dropped gradients, or wrote into parameters, whether data ranks
             # have one batch, and the digest.
             votes = self._step.trainable_parameters + 3 + DIGEST_BITS
-            self._control(Purpose.VOTE, STAGE, 4 * votes)
+            self._control(CollectivePurpose.VOTE, STAGE, 4 * votes)
         if self._step.tied_parameters:
-            self._control(Purpose.VOTE, (ENDS,), 4 * self._step.tied_parameters)
-        self._control(Purpose.VOTE, (PIPE,), 4 * (1 + DIGEST_BITS))
+            self._control(CollectivePurpose.VOTE, (ENDS,), 4 * self._step.tied_parameters)
+        self._control(CollectivePurpose.VOTE, (PIPE,), 4 * (1 + DIGEST_BITS))
         if self._step.clip and (owners or self._mesh.pipe > 1):
-            self._control(Purpose.NORM, axes_over(owners, self._mesh.pipe), 2 * torch.float64.itemsize)
+            self._control(CollectivePurpose.NORM, axes_over(owners, self._mesh.pipe), 2 * torch.float64.itemsize)
 
-    def _control(self, purpose: Purpose, axes: Axes, nbytes: int) -> None:
+    def _control(self, purpose: CollectivePurpose, axes: Axes, nbytes: int) -> None:
         if self._mesh.size(axes) > 1:
-            said = Collective(purpose, 0, "all_reduce", axes, self._mesh.size(axes), nbytes)
-            self._moves += [Start(said), Wait(purpose, 0)]
+            said = PlannedCollective(purpose, 0, "all_reduce", axes, self._mesh.size(axes), nbytes)
+            self._moves += [StartCollective(said), WaitCollective(purpose, 0)]

@@ -27,20 +27,20 @@ PAGE_BYTES = 4096
 STATE_ALIGNMENT = 64
 
 
-def near_numel(placement: Placement, numel: int) -> int:
+def device_shard_numel(placement: Placement, numel: int) -> int:
     """Return how many elements of a shard of ``numel``, its first ones, rest on the device: whole blocks of moments."""
     if not placement.far:
         return numel
     return int((1.0 - placement.share) * numel) // MOMENT_BLOCK * MOMENT_BLOCK
 
 
-def far_block_bytes(precision: Precision, parameter: torch.dtype) -> int:
+def offloaded_block_bytes(precision: Precision, parameter: torch.dtype) -> int:
     """Return what MOMENT_BLOCK elements of far masters and two moments count for, by which far shards are divided."""
     beside = 0 if precision.keeps_fp32_masters(parameter) else parameter.itemsize
     return MOMENT_BLOCK * (precision.master_bytes(parameter) + beside) + 2 * precision.moment_bytes(MOMENT_BLOCK)
 
 
-class Part(NamedTuple):
+class TierPart(NamedTuple):
     """Name the elements ``[begin, end)`` of the shard number ``shard``."""
 
     shard: int
@@ -48,14 +48,14 @@ class Part(NamedTuple):
     end: int
 
 
-def divide(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> Iterator[list[Part]]:
+def divide_shards(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> Iterator[list[TierPart]]:
     """Divide shards, laid end to end, into chunks of as many blocks as fit, one at least.
 
     Args:
         shards: of each its first element, the end, and what MOMENT_BLOCK elements of it count for.
         chunk_bytes: 0: all in one.
     """
-    parts: list[Part] = []
+    parts: list[TierPart] = []
     room = limit = chunk_bytes or sys.maxsize
     for index, (first, numel, block_bytes) in enumerate(shards):
         cost = block_bytes if chunk_bytes else 1
@@ -66,13 +66,13 @@ def divide(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> Iterator
             # The last block of a shard may be shorter.
             blocks = min(max(room // cost, 1), -(-(numel - first) // MOMENT_BLOCK))
             last = min(first + blocks * MOMENT_BLOCK, numel)
-            parts.append(Part(index, first, last))
+            parts.append(TierPart(index, first, last))
             first, room = last, room - blocks * cost
     if parts:
         yield parts
 
 
-class Sections(NamedTuple):
+class RingSections(NamedTuple):
     """Give the bytes of far elements on their way through the host, by section of a ring; those of a chunk add up.
 
     Attributes:
@@ -87,7 +87,9 @@ class Sections(NamedTuple):
     moments: int
 
 
-def sections(plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_device: bool = False) -> Sections:
+def ring_section_bytes(
+    plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_device: bool = False
+) -> RingSections:
     """Return what ``numel`` far elements of one flat's shard, updated together, take in each section.
 
     Args:
@@ -97,18 +99,18 @@ def sections(plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_de
     """
     precision, on_disk = plan.precision, plan.states.memory is Memory.NVME
     in_place = on_device or plan.lag > 0  # a delayed update has parameters of its own on the host
-    return Sections(
+    return RingSections(
         gradients=0 if in_place or plan.gradients.far else numel * torch.float32.itemsize,
         parameters=0 if in_place or plan.parameters.far else numel * parameter.itemsize,
-        masters=on_disk * _rounded(numel * precision.master_bytes(parameter), STATE_ALIGNMENT),
-        moments=on_disk * moments * _rounded(precision.moment_bytes(numel), STATE_ALIGNMENT),
+        masters=on_disk * _round_up_bytes(numel * precision.master_bytes(parameter), STATE_ALIGNMENT),
+        moments=on_disk * moments * _round_up_bytes(precision.moment_bytes(numel), STATE_ALIGNMENT),
     )
 
 
-def whole_pages(nbytes: int) -> int:
+def round_up_pages(nbytes: int) -> int:
     """Return ``nbytes``, rounded up to whole pages."""
-    return _rounded(nbytes, PAGE_BYTES)
+    return _round_up_bytes(nbytes, PAGE_BYTES)
 
 
-def _rounded(nbytes: int, to: int) -> int:
+def _round_up_bytes(nbytes: int, to: int) -> int:
     return -(-nbytes // to) * to

@@ -30,7 +30,7 @@ Wire = torch.dtype | str
 Wires = Wire | Mapping[str, Wire] | tuple[tuple[str, Wire], ...] | None
 
 
-def message_bytes(numel: int, bits: int) -> int:
+def thin_message_bytes(numel: int, bits: int) -> int:
     """Return the bytes of ``numel`` elements, whole blocks of them, in a message: codes, scales, and what rounds it up.
 
     Example: 1024 elements of 4 bits are 512 bytes of codes and 8 scales of 2, in 1024 bytes.
@@ -39,7 +39,7 @@ def message_bytes(numel: int, bits: int) -> int:
     return -(-used // MESSAGE_LINE) * MESSAGE_LINE
 
 
-class Level(NamedTuple):
+class WireLevel(NamedTuple):
     """Describe one collective of a sum that goes level by level.
 
     Attributes:
@@ -53,13 +53,13 @@ class Level(NamedTuple):
     feedback: bool = False
 
 
-class Levelled(Protocol):
+class AxisWireLevels(Protocol):
     """Say of each axis how gradients travel along it, as a :class:`~npuzero.plan.Precision` does."""
 
-    def level_of(self, axis: str) -> Level: ...
+    def level_of(self, axis: str) -> WireLevel: ...
 
 
-def levels_of(precision: Levelled, axes: Axes, size: Callable[[Axes], int]) -> tuple[Level, ...]:
+def levels_of(precision: AxisWireLevels, axes: Axes, size: Callable[[Axes], int]) -> tuple[WireLevel, ...]:
     """Return the levels of a reduce_scatter over ``axes``, in their order; none where these are one rank.
 
     A thin axis is a level; plain axes in a row are one, and where all are plain that is the collective over ``axes``.
@@ -70,10 +70,10 @@ def levels_of(precision: Levelled, axes: Axes, size: Callable[[Axes], int]) -> t
     if size(axes) == 1:
         return ()
     alone = [precision.level_of(axis) for axis in axes if size((axis,)) > 1]
-    return tuple(_joined(alone)) if any(level.bits for level in alone) else (Level(axes),)
+    return tuple(_merge_plain_levels(alone)) if any(level.bits for level in alone) else (WireLevel(axes),)
 
 
-def levels_beyond(precision: Levelled, axes: Axes, size: Callable[[Axes], int]) -> tuple[Level, ...]:
+def levels_beyond(precision: AxisWireLevels, axes: Axes, size: Callable[[Axes], int]) -> tuple[WireLevel, ...]:
     """Return the levels of a sum of which every rank along ``axes`` keeps all: as for a reduce_scatter, after which
     each gathers what the others have summed; where one is thin, innermost first, so that the least goes far.
     """
@@ -81,24 +81,24 @@ def levels_beyond(precision: Levelled, axes: Axes, size: Callable[[Axes], int]) 
     return levels_of(precision, axes[::-1], size) if any(level.bits for level in levels) else levels
 
 
-def residual_numels(numel: int, levels: Iterable[Level], size: Callable[[Axes], int]) -> Iterator[int]:
+def residual_numels(numel: int, levels: Iterable[WireLevel], size: Callable[[Axes], int]) -> Iterator[int]:
     """Yield for each level the elements whose rounding error it keeps, of ``numel`` that the first one sends."""
     for level in levels:
         yield numel if level.feedback else 0
         numel //= size(level.axes)
 
 
-def _joined(levels: Iterable[Level]) -> list[Level]:
-    joined: list[Level] = []
+def _merge_plain_levels(levels: Iterable[WireLevel]) -> list[WireLevel]:
+    joined: list[WireLevel] = []
     for level in levels:
         if joined and joined[-1].bits is None is level.bits:
-            joined[-1] = Level(joined[-1].axes + level.axes)
+            joined[-1] = WireLevel(joined[-1].axes + level.axes)
         else:
             joined.append(level)
     return joined
 
 
-def by_axis(wires: Mapping[str, Wire] | tuple[tuple[str, Wire], ...]) -> tuple[tuple[str, Wire], ...]:
+def sort_wires_by_axis(wires: Mapping[str, Wire] | tuple[tuple[str, Wire], ...]) -> tuple[tuple[str, Wire], ...]:
     """Return what is said by axis as pairs in the mesh's order, so that equal precisions compare equal."""
     try:
         said: dict[str, Wire | None] = dict(wires)
@@ -115,7 +115,7 @@ def by_axis(wires: Mapping[str, Wire] | tuple[tuple[str, Wire], ...]) -> tuple[t
     return tuple((axis, wire) for axis in DATA if (wire := said.get(axis)) is not None)
 
 
-def said(wires: Wires) -> Iterable[tuple[str, Wire | None]]:
+def iter_named_wires(wires: Wires) -> Iterable[tuple[str, Wire | None]]:
     """Return what is said of wires: the name under which it is, and the wire."""
     if isinstance(wires, tuple):
         return [(f"wires[{axis!r}]", wire) for axis, wire in wires]
@@ -123,9 +123,9 @@ def said(wires: Wires) -> Iterable[tuple[str, Wire | None]]:
     return [("wires", wires)]
 
 
-def check_plain(wires: Wires) -> None:
+def check_plain_wires(wires: Wires) -> None:
     """Raise ConfigError where wires that are not thin are of several dtypes."""
-    plain = {wire for _, wire in said(wires) if isinstance(wire, torch.dtype)}
+    plain = {wire for _, wire in iter_named_wires(wires) if isinstance(wire, torch.dtype)}
     if len(plain) > 1:
         raise ConfigError(
             "precision.wires",

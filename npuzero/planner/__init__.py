@@ -1,20 +1,20 @@
 """The planner: whether a model fits, how long a step takes, which plan, what batch."""
 
-from npuzero.planner.cluster import Cluster, Device, Link, Pace
+from npuzero.planner.cluster import Cluster, DevicePace, DeviceSpec, LinkSpec
 from npuzero.planner.models import ModelShape, from_config, from_size
-from npuzero.planner.run import Job, Run
-from npuzero.planner.workload import UnitWork, Workload
+from npuzero.planner.run import TrainingJob, TrainingRun
+from npuzero.planner.workload import ModelWorkload, UnitWork
 
 __all__ = [
     "Cluster",
-    "Device",
-    "Job",
-    "Link",
+    "DevicePace",
+    "DeviceSpec",
+    "LinkSpec",
     "ModelShape",
-    "Pace",
-    "Run",
+    "ModelWorkload",
+    "TrainingJob",
+    "TrainingRun",
     "UnitWork",
-    "Workload",
     "from_config",
     "from_size",
 ]

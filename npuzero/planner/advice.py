@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from npuzero.config import describe, read_json
-from npuzero.errors import ConfigError, StateError, keywords
+from npuzero.config import describe_value, read_json
+from npuzero.errors import ConfigError, StateError, refuse_unknown_keywords
 from npuzero.plan import NODE, PIPE, PRECISIONS, SEQUENCE, TENSOR, Memory
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.estimate import Estimate, Estimator
 from npuzero.planner.models import ModelShape, from_config
-from npuzero.planner.run import Job
-from npuzero.planner.search import Choices, Found, over_axes, search, state_bytes
+from npuzero.planner.run import TrainingJob
+from npuzero.planner.search import Choices, SearchResult, choices_over_axes, search_runs, state_bytes
 from npuzero.planner.ways import WayOut, ways_out
-from npuzero.shard.build import spans_of, units_of
-from npuzero.shard.discover import discover
+from npuzero.shard.build import get_unit_parameters, nested_unit_spans
+from npuzero.shard.discover import discover_units
 
 _GIB = 2**30
 #: Reasons name so many plans.
@@ -39,9 +39,9 @@ class Advice:
         reasons: sentences.
     """
 
-    job: Job
+    job: TrainingJob
     choices: Choices
-    found: Found = field(repr=False)
+    found: SearchResult = field(repr=False)
     ways_out: tuple[WayOut, ...] = ()
     reasons: tuple[str, ...] = ()
 
@@ -75,13 +75,15 @@ class Advice:
     @property
     def answer(self) -> str:
         """Return the answer in one line."""
-        return f"Fits: {told(self.found.fitting[0])}" if self.fits else f"Does not fit: {_misfit(self)}"
+        return (
+            f"Fits: {format_estimate(self.found.fitting[0])}" if self.fits else f"Does not fit: {_format_misfit(self)}"
+        )
 
     def __str__(self) -> str:
         return "\n".join([self.answer, *(f"- {reason}" for reason in self.reasons)])
 
 
-def told(estimate: Estimate) -> str:
+def format_estimate(estimate: Estimate) -> str:
     """Return a run in words: its plan, batch and memory, how fast it is and what bounds it."""
     run, device = estimate.run, Memory.DEVICE.value
     limit = estimate.job.cluster.device.memory_bytes
@@ -89,18 +91,20 @@ def told(estimate: Estimate) -> str:
         plan_name(estimate),
         f"micro-batch {run.micro_batch} × {run.micro_batches}",
         "recompute" if run.recompute else "no recompute",
-        f"{_gib(estimate.memory[device])} of {_gib(limit)} GiB",
+        f"{_format_gib(estimate.memory[device])} of {_format_gib(limit)} GiB",
         *(
-            f"{_gib(nbytes)} GiB on {memory}"
+            f"{_format_gib(nbytes)} GiB on {memory}"
             for memory, nbytes in estimate.memory.items()
             if memory != device and nbytes
         ),
-        f"about {_rounded(estimate.tokens_per_s)} tokens/s a device",
+        f"about {_format_three_digits(estimate.tokens_per_s)} tokens/s a device",
     ]
     return f"{', '.join(words)}; {estimate.bound}-bound"
 
 
-@keywords(sequence="seq", seq_len="seq", sequence_length="seq", tokens="tokens_per_step", dtype="precision")
+@refuse_unknown_keywords(
+    sequence="seq", seq_len="seq", sequence_length="seq", tokens="tokens_per_step", dtype="precision"
+)
 def advise(
     model: nn.Module | ModelShape | Mapping[str, Any] | str | os.PathLike[str],
     cluster: Cluster | str | os.PathLike[str],
@@ -146,35 +150,40 @@ def advise(
         print(advice)  # Fits: ...
         net = npuzero.zero(net, **advice.best.arguments())
     """
-    job = Job(_shape(model), _cluster(cluster), sequence_of(seq), tokens_per_step, attention, clip)
-    chosen = _choices(choices, precision)
-    return advise_on(job, over_axes(job.cluster, chosen) if axes else chosen)
+    job = TrainingJob(
+        _get_model_shape(model), _resolve_cluster(cluster), check_sequence_length(seq), tokens_per_step, attention, clip
+    )
+    chosen = _with_precision(choices, precision)
+    return advise_on(job, choices_over_axes(job.cluster, chosen) if axes else chosen)
 
 
 def advise_on(
-    job: Job, choices: Choices | None = None, every: bool = False, tell: Callable[[int, int], None] | None = None
+    job: TrainingJob,
+    choices: Choices | None = None,
+    every: bool = False,
+    tell: Callable[[int, int], None] | None = None,
 ) -> Advice:
     """Answer as :func:`advise` does, of a job that is made already; ``every``, ``tell``: as for
-    :func:`npuzero.planner.search.search`.
+    :func:`npuzero.planner.search.search_runs`.
     """
     choices = Choices() if choices is None else choices
-    found = search(job, choices, every, tell)
+    found = search_runs(job, choices, every, tell)
     advice = Advice(job, choices, found)
     if advice.fits:
-        return replace(advice, reasons=tuple(_why(advice)))
+        return replace(advice, reasons=tuple(_explain_best(advice)))
     ways = tuple(ways_out(job, choices))
     advice = replace(advice, ways_out=ways)
-    return replace(advice, reasons=tuple(_why_not(advice)))
+    return replace(advice, reasons=tuple(_explain_nearest(advice)))
 
 
 # -- what was asked ----------------------------------------------------------------------------------------------------
 
 
-def _shape(model: object) -> ModelShape:
+def _get_model_shape(model: object) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, nn.Module):
-        return shape_of(model)
+        return build_model_shape(model)
     if isinstance(model, Mapping):
         return from_config(model, str(model.get("_name_or_path") or "model"))
     if isinstance(model, (str, os.PathLike)):
@@ -182,12 +191,12 @@ def _shape(model: object) -> ModelShape:
     raise ConfigError(
         "npuzero.advise(): model",
         expected="an nn.Module, the values of a config.json, or its file",
-        got=describe(model),
+        got=describe_value(model),
         do="Pass the model itself, also on meta.",
     )
 
 
-def shape_of(model: nn.Module) -> ModelShape:
+def build_model_shape(model: nn.Module) -> ModelShape:
     """Return the shapes of a live module's units, and a copy of it on meta; none of its data is copied.
 
     Raises:
@@ -200,12 +209,12 @@ def shape_of(model: nn.Module) -> ModelShape:
             got=f"{type(model).__name__}, which is sharded",
             do="Ask before, of the model as it was built.",
         )
-    copied = _on_meta(model)
-    spans = spans_of([unit.name for unit in discover(copied, None)])
-    return ModelShape(type(model).__name__, units_of(copied), spans, lambda: copied)
+    copied = _copy_to_meta(model)
+    spans = nested_unit_spans([unit.name for unit in discover_units(copied, None)])
+    return ModelShape(type(model).__name__, get_unit_parameters(copied), spans, lambda: copied)
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose parameters and buffers are on meta."""
     there: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -215,7 +224,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, there)
 
 
-def _cluster(cluster: object) -> Cluster:
+def _resolve_cluster(cluster: object) -> Cluster:
     if isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, (str, os.PathLike)):
@@ -223,12 +232,12 @@ def _cluster(cluster: object) -> Cluster:
     raise ConfigError(
         "npuzero.advise(): cluster",
         expected='a Cluster, a number and a name such as "8x910b-64g", or a JSON file',
-        got=describe(cluster),
+        got=describe_value(cluster),
         do="Say on how many devices of which kind.",
     )
 
 
-def sequence_of(seq: object) -> int:
+def check_sequence_length(seq: object) -> int:
     """Return the tokens of a sequence.
 
     Raises:
@@ -238,13 +247,13 @@ def sequence_of(seq: object) -> int:
         raise ConfigError(
             "seq",
             expected="the tokens of a sequence, a positive integer",
-            got="nothing" if seq is None else describe(seq),
+            got="nothing" if seq is None else describe_value(seq),
             do="Say seq=4096: activations and the batch depend on it.",
         )
     return seq
 
 
-def _choices(choices: Choices | None, precision: Any) -> Choices:
+def _with_precision(choices: Choices | None, precision: Any) -> Choices:
     chosen = Choices() if choices is None else choices
     return chosen if precision is None else replace(chosen, precisions=(precision,))
 
@@ -252,32 +261,35 @@ def _choices(choices: Choices | None, precision: Any) -> Choices:
 # -- why ---------------------------------------------------------------------------------------------------------------
 
 
-def _why(advice: Advice) -> Iterator[str]:
+def _explain_best(advice: Advice) -> Iterator[str]:
     """Yield why the best run is the best."""
     best, found = advice.best, advice.found
     assert best.timeline is not None
-    busy = ", ".join(f"{lane} {part:.0%}" for lane, part in _busy(best) if part >= 0.005)
+    busy = ", ".join(f"{lane} {part:.0%}" for lane, part in _busy_shares(best) if part >= 0.005)
     yield f"A step takes {best.step_s:.3g} s for {best.tokens:,} tokens; busy in it: {busy}."
-    others = _by_plan(found.fitting)[1:]
+    others = _fastest_by_plan(found.fitting)[1:]
     if others:
-        shown = ", ".join(f"{plan_name(each)} {_slower(each, best)}" for each in others[:_NAMED])
-        yield f"Next: {shown}{_and_more(len(others))}."
+        shown = ", ".join(f"{plan_name(each)} {_format_slowdown(each, best)}" for each in others[:_NAMED])
+        yield f"Next: {shown}{_format_remaining_count(len(others))}."
     if not best.run.recompute and True in advice.choices.recompute:
-        yield from _recomputed(advice, best)
+        yield from _explain_recomputation(advice, best)
     elif best.run.recompute:
         why = "without it nothing fits" if all(e.run.recompute for e in found.fitting) else "it lets more fit at once"
         yield f"Blocks compute their forward again in backward: {why}."
     misfits = [each for each in found.misfits if each.run.recompute == min(advice.choices.recompute)]
     if misfits:
         without = "" if advice.choices.recompute == (True,) else " without recomputation"
-        yield f"Not{without}: {', '.join(map(plan_name, misfits[:_NAMED]))}{_and_more(len(misfits))}: too much memory."
+        yield (
+            f"Not{without}: "
+            f"{', '.join(map(plan_name, misfits[:_NAMED]))}{_format_remaining_count(len(misfits))}: too much memory."
+        )
     if advice.job.cluster.nodes > 1:
-        yield _between_nodes(found)
+        yield _format_node_traffic(found)
     if best.axes():
-        yield f"In a program: {program_of(best)}."
+        yield f"In a program: {format_program(best)}."
 
 
-def program_of(estimate: Estimate) -> str:
+def format_program(estimate: Estimate) -> str:
     """Return the calls that train as a run with axes beside ZeRO's own does."""
     axes, run = estimate.axes(), estimate.run
     named = [f"{key}={value!r}" for key, value in estimate.arguments().items() if isinstance(value, (str, int))]
@@ -293,54 +305,56 @@ def program_of(estimate: Estimate) -> str:
     return "; ".join(calls)
 
 
-def _recomputed(advice: Advice, best: Estimate) -> Iterator[str]:
+def _explain_recomputation(advice: Advice, best: Estimate) -> Iterator[str]:
     """Yield what the best run would be with recomputation."""
     twin = next((e for e in (*advice.found.fitting, *advice.found.slower) if _differ_by_recompute(e, best)), None)
     if twin is not None:
         timed = twin if twin.timeline else Estimator(twin.job).time(twin)
         batch = f"micro-batch {twin.run.micro_batch} × {twin.run.micro_batches}"
-        held = _gib(twin.memory[Memory.DEVICE.value])
-        yield f"Recomputation would take {held} GiB at {batch}, {_slower(timed, best)}."
+        held = _format_gib(twin.memory[Memory.DEVICE.value])
+        yield f"Recomputation would take {held} GiB at {batch}, {_format_slowdown(timed, best)}."
 
 
 def _differ_by_recompute(one: Estimate, other: Estimate) -> bool:
     return (one.run.plan, one.run.mesh) == (other.run.plan, other.run.mesh) and one.run.recompute != other.run.recompute
 
 
-def _why_not(advice: Advice) -> Iterator[str]:
+def _explain_nearest(advice: Advice) -> Iterator[str]:
     """Yield how much is missing, and what each way out comes to."""
     if advice.found.misfits:
         least = advice.found.misfits[0]
-        over = ", ".join(f"{_gib(n)} GiB too much on {m}" for m, n in least.over(advice.choices.spare).items() if n)
+        over = ", ".join(
+            f"{_format_gib(n)} GiB too much on {m}" for m, n in least.over(advice.choices.spare).items() if n
+        )
         recompute = "with recomputation" if least.run.recompute else "without recomputation"
         yield f"Nearest is {plan_name(least)}, micro-batch {least.run.micro_batch}, {recompute}: {over}."
     for way in advice.ways_out:
-        yield f"With {way.what}: {told(way.estimate)}."
+        yield f"With {way.what}: {format_estimate(way.estimate)}."
     if not advice.ways_out:
         yield "No single change of those tried would do, and no two: give it many more devices, or a smaller model."
 
 
-def _misfit(advice: Advice) -> str:
+def _format_misfit(advice: Advice) -> str:
     """Return what does not fit, and the ways out by name."""
     state = state_bytes(advice.job.model, advice.choices.precisions[0])
     least = advice.found.misfits[0]
     held = sum(least.report.held[Memory.DEVICE][part] for part in ("parameters", "gradients", "states"))
-    what = f"{_gib(state)} GiB of states"
+    what = f"{_format_gib(state)} GiB of states"
     if held <= advice.job.cluster.device.memory_bytes * (1 - advice.choices.spare):
         rest = max(0, least.memory[Memory.DEVICE.value] - held)
-        what += f", and beside a rank's part of them {_gib(rest)} GiB of activations and buffers"
+        what += f", and beside a rank's part of them {_format_gib(rest)} GiB of activations and buffers"
     if not advice.ways_out:
         return what
     first, *more = (way.what for way in advice.ways_out)
     return f"{what}; {first} would{''.join(f', or {each}' for each in more)}"
 
 
-def _busy(estimate: Estimate) -> list[tuple[str, float]]:
+def _busy_shares(estimate: Estimate) -> list[tuple[str, float]]:
     assert estimate.timeline is not None
     return [(lane, busy_s / estimate.step_s) for lane, busy_s in estimate.timeline.busy.items()]
 
 
-def _by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
+def _fastest_by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
     """Return the fastest of each plan."""
     fastest: dict[str, Estimate] = {}
     for each in estimates:
@@ -348,16 +362,16 @@ def _by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
     return list(fastest.values())
 
 
-def _between_nodes(found: Found) -> str:
+def _format_node_traffic(found: SearchResult) -> str:
     """Return what plans send between nodes: the best, and others with a node's ranks as their groups."""
-    best, *others = _by_plan(found.fitting)
+    best, *others = _fastest_by_plan(found.fitting)
     usual = [each for each in others if each.run.plan.local_size is None]
-    sent = {plan_name(each): between_nodes(each) for each in (best, *usual)}
+    sent = {plan_name(each): bytes_between_nodes(each) for each in (best, *usual)}
     shown = ", ".join(f"{name} {nbytes / _GIB:.3g}" for name, nbytes in sent.items())
     return f"GiB that a rank sends between nodes in a step: {shown}."
 
 
-def between_nodes(estimate: Estimate) -> int:
+def bytes_between_nodes(estimate: Estimate) -> int:
     """Return the bytes that a rank sends to other nodes in a step."""
     return estimate.sent_by_level[NODE]
 
@@ -374,20 +388,20 @@ def plan_name(estimate: Estimate) -> str:
     return f"{plan.name}{size}{precision}{axes and f' ({axes})'}"
 
 
-def _slower(each: Estimate, best: Estimate) -> str:
+def _format_slowdown(each: Estimate, best: Estimate) -> str:
     part = each.tokens_per_s / best.tokens_per_s - 1
     return "as fast" if abs(part) < 0.0005 else f"{part:+.1%}"
 
 
-def _and_more(count: int) -> str:
+def _format_remaining_count(count: int) -> str:
     return f" and {count - _NAMED} more" if count > _NAMED else ""
 
 
-def _gib(nbytes: float) -> str:
+def _format_gib(nbytes: float) -> str:
     gib = nbytes / _GIB
     return f"{gib:,.0f}" if gib >= 10 else f"{gib:.2g}"
 
 
-def _rounded(value: float) -> str:
+def _format_three_digits(value: float) -> str:
     """Return a number to three digits, with thousands apart."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

@@ -11,38 +11,40 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from npuzero.comm.mesh import groups_of
+from npuzero.comm.mesh import count_axis_groups
 from npuzero.errors import ConfigError
-from npuzero.parallel.division import Division, divide, linear_of
+from npuzero.parallel.division import TensorDivision, build_tensor_division, get_linear
 from npuzero.parallel.heads import head_counts, head_size
-from npuzero.parallel.sequences import check_heads
-from npuzero.parallel.tensor import MODES, Mode, note
-from npuzero.parallel.words import Kind
+from npuzero.parallel.sequences import check_sequence_heads
+from npuzero.parallel.tensor import MODES, ActivationMode, mark_parameters
+from npuzero.parallel.words import RuleKind
 from npuzero.plan import PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape, Plan, ring_bytes
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.models import ModelShape
 from npuzero.planner.network import collective_s
-from npuzero.planner.workload import UnitWork, Workload
-from npuzero.shard.build import units_of
-from npuzero.shard.discover import discover
+from npuzero.planner.workload import ModelWorkload, UnitWork
+from npuzero.shard.build import get_unit_parameters
+from npuzero.shard.discover import discover_units
 
 
-def mesh_of(ranks: int, host: int, *, tensor: int = 1, sequence: int = 1, pipe: int = 1, pod: int = 1) -> MeshShape:
+def arrange_mesh(
+    ranks: int, host: int, *, tensor: int = 1, sequence: int = 1, pipe: int = 1, pod: int = 1
+) -> MeshShape:
     """Return the sizes of the axes as :func:`npuzero.mesh` arranges ``ranks``, of which ``host`` share a host each.
 
     Raises:
         ConfigError: they do not multiply to the ranks.
     """
-    stage = groups_of(PIPE, pipe, ranks, ranks)
-    data = groups_of(TENSOR, tensor, stage, ranks)
-    rest = groups_of(POD, pod, data, ranks)
-    groups_of(SEQUENCE, sequence, data, ranks)
+    stage = count_axis_groups(PIPE, pipe, ranks, ranks)
+    data = count_axis_groups(TENSOR, tensor, stage, ranks)
+    rest = count_axis_groups(POD, pod, data, ranks)
+    count_axis_groups(SEQUENCE, sequence, data, ranks)
     local = math.gcd(max(1, host // tensor), rest)
     return MeshShape(rest // local, local, pipe=pipe, pod=pod, tensor=tensor, sequence=sequence)
 
 
 @lru_cache(maxsize=16)
-def divided(model: ModelShape, ranks: int, mode: str = "mtp") -> ModelShape:
+def divide_model_shape(model: ModelShape, ranks: int, mode: str = "mtp") -> ModelShape:
     """Return the model with its parameters cut over tensor ranks, as :func:`npuzero.parallel.tensor` cuts them.
 
     Raises:
@@ -50,27 +52,29 @@ def divided(model: ModelShape, ranks: int, mode: str = "mtp") -> ModelShape:
     """
     if ranks == 1:
         return model
-    module = _modules(model, "tensor", ranks)
+    module = _get_divisible_module(model, "tensor", ranks)
     if not getattr(module, "tp_plan", None):
         do = "In a program give parallel.tensor(plan=...) the words, and npuzero.predict the model."
-        raise _unknown(model, "tensor", ranks, f"none in {type(module).__name__}", do)
-    note(module, divide(module, None, ranks, MODES[mode].sliced))
-    return replace(model, units=units_of(module), module=lambda: module, mode=mode, undivided=model)
+        raise _unknown_division_error(model, "tensor", ranks, f"none in {type(module).__name__}", do)
+    mark_parameters(module, build_tensor_division(module, None, ranks, MODES[mode].sliced))
+    return replace(model, units=get_unit_parameters(module), module=lambda: module, mode=mode, undivided=model)
 
 
-def _modules(model: ModelShape, axis: str, ranks: int) -> nn.Module:
+def _get_divisible_module(model: ModelShape, axis: str, ranks: int) -> nn.Module:
     if model.module is None:
-        raise _unknown(model, axis, ranks, "none that is known without transformers", "Run: pip install transformers.")
+        raise _unknown_division_error(
+            model, axis, ranks, "none that is known without transformers", "Run: pip install transformers."
+        )
     return model.module()
 
 
-def _unknown(model: ModelShape, axis: str, ranks: int, got: str, do: str) -> ConfigError:
+def _unknown_division_error(model: ModelShape, axis: str, ranks: int, got: str, do: str) -> ConfigError:
     expected = "a kind of model whose division is known: base_model_tp_plan of transformers"
     return ConfigError(f"{model.name}: --{axis} {ranks}", expected=expected, got=got, do=do)
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerTraffic:
     """Hold what the layers of a model send for each token of a rank's micro-batch, forward and backward together.
 
     Attributes:
@@ -80,16 +84,16 @@ class Layers:
     sent: tuple[tuple[tuple[str, Axes, int], ...], ...]
 
     @staticmethod
-    def of(model: ModelShape, mesh: MeshShape) -> Layers:
+    def of(model: ModelShape, mesh: MeshShape) -> LayerTraffic:
         """Return what layers of ``model`` send along ``mesh``.
 
         Args:
-            model: :func:`divided` over the tensor ranks.
+            model: :func:`divide_model_shape` over the tensor ranks.
 
         Raises:
             ConfigError: a model that is not, or whose heads sequence ranks do not divide.
         """
-        return _layers(model, mesh.tensor, mesh.sequence)
+        return _build_layer_traffic(model, mesh.tensor, mesh.sequence)
 
     def nbytes(self, mesh: MeshShape, itemsize: int, tokens: int, micro_batches: int = 1) -> dict[str, dict[str, int]]:
         """Return by axis and collective the bytes that one rank sends for so many tokens in each micro-batch."""
@@ -112,78 +116,84 @@ class Layers:
 
 
 @lru_cache(maxsize=64)
-def _layers(model: ModelShape, tensor: int, sequence: int) -> Layers:
+def _build_layer_traffic(model: ModelShape, tensor: int, sequence: int) -> LayerTraffic:
     if tensor == sequence == 1:
-        return Layers(((),) * len(model.units))
+        return LayerTraffic(((),) * len(model.units))
     if tensor > 1 and not model.mode:
         raise ConfigError(
             f"{model.name} over {tensor} tensor ranks",
             expected="a model whose layers are divided over them",
             got="one whose layers are whole",
-            do="Divide it first: npuzero.planner.axes.divided(model, ranks).",
+            do="Divide it first: npuzero.planner.axes.divide_model_shape(model, ranks).",
         )
-    module = _modules(model, SEQUENCE, sequence)
-    names = [spec.name for spec in discover(module)]
+    module = _get_divisible_module(model, SEQUENCE, sequence)
+    names = [spec.name for spec in discover_units(module)]
     sent: list[list[tuple[str, Axes, int]]] = [[] for _ in model.units]
-    for path, verb, axes, features in _sends(module, tensor, sequence, MODES[model.mode or "mtp"]):
-        sent[_unit_of(path, names)].append((verb, axes, features))
-    return Layers(tuple(map(tuple, sent)))
+    for path, verb, axes, features in _iter_axis_collectives(module, tensor, sequence, MODES[model.mode or "mtp"]):
+        sent[_find_unit_index(path, names)].append((verb, axes, features))
+    return LayerTraffic(tuple(map(tuple, sent)))
 
 
-def _sends(module: nn.Module, tensor: int, sequence: int, mode: Mode) -> Iterator[tuple[str, str, Axes, int]]:
+def _iter_axis_collectives(
+    module: nn.Module, tensor: int, sequence: int, mode: ActivationMode
+) -> Iterator[tuple[str, str, Axes, int]]:
     if tensor > 1:
-        division = divide(module, None, tensor, mode.sliced)
-        yield from ((path, verb, (TENSOR,), n) for path, verb, n in around_layers(module, division, mode))
+        division = build_tensor_division(module, None, tensor, mode.sliced)
+        yield from ((path, verb, (TENSOR,), n) for path, verb, n in iter_region_collectives(module, division, mode))
     if sequence > 1:
-        swaps = around_attention(module, tensor, sequence)
+        swaps = iter_attention_swaps(module, tensor, sequence)
         yield from ((path, verb, (SEQUENCE,), n) for path, verb, n in swaps)
 
 
-def _unit_of(path: str, names: Sequence[str]) -> int:
+def _find_unit_index(path: str, names: Sequence[str]) -> int:
     """Return the index of the innermost unit that the module at ``path`` is of: the root's is 0."""
     inside = [i for i, name in enumerate(names) if i and f"{path}.".startswith(f"{name}.")]
     return max(inside, key=lambda i: len(names[i]), default=0)
 
 
-def around_layers(module: nn.Module, division: Division, mode: Mode) -> Iterator[tuple[str, str, int]]:
+def iter_region_collectives(
+    module: nn.Module, division: TensorDivision, mode: ActivationMode
+) -> Iterator[tuple[str, str, int]]:
     """Yield the collectives of :mod:`npuzero.parallel.regions` in one forward and backward: the module that has them,
     the verb, and the features of each token.
     """
     for around, paths in division.regions.items():
-        for sliced, features in {(division.in_stack(path), linear_of(module, path).in_features) for path in paths}:
+        for sliced, features in {(division.in_stack(path), get_linear(module, path).in_features) for path in paths}:
             verbs = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
             for verb in (*verbs, *["all_gather"] * (sliced and mode.thrifty)):
                 yield around, verb, features
         for path in paths:
             if division.words[path].whole:
-                yield path, "all_gather", linear_of(module, path).out_features
-    for path in division.of(Kind.ROWS):
-        linear = linear_of(module, path)
+                yield path, "all_gather", get_linear(module, path).out_features
+    for path in division.of(RuleKind.ROWS):
+        linear = get_linear(module, path)
         verbs = ("reduce_scatter", "all_gather") if division.in_stack(path) else ("all_reduce",)
         yield from ((path, verb, linear.out_features) for verb in verbs)
         if division.words[path].whole:
             yield path, "all_gather", linear.in_features
-    for path in division.of(Kind.VOCABULARY):
+    for path in division.of(RuleKind.VOCABULARY):
         yield path, "all_reduce", module.get_parameter(f"{path}.weight").shape[1]
     if division.stack is not None:  # into slices before the first block, whole again behind the last
         width = next(
-            linear_of(module, path).in_features for path in division.of(Kind.COLUMNS) if division.in_stack(path)
+            get_linear(module, path).in_features for path in division.of(RuleKind.COLUMNS) if division.in_stack(path)
         )
         yield from (("", "all_gather", width) for _ in range(2))
 
 
-def around_attention(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, str, int]]:
-    """Yield the swaps of :mod:`npuzero.parallel.sequences` in one forward and backward, as :func:`around_layers`."""
+def iter_attention_swaps(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, str, int]]:
+    """Yield the swaps of :mod:`npuzero.parallel.sequences` in one forward and backward, as
+    :func:`iter_region_collectives`.
+    """
     for path, each in module.named_modules():
         queries, keys = (count // tensor for count in head_counts(each))
         if queries and head_size(each):
-            check_heads(f"--sequence {ranks}: {path}", queries, ranks)
+            check_sequence_heads(f"--sequence {ranks}: {path}", queries, ranks)
             repeated = keys * (ranks // math.gcd(keys, ranks))
             for heads in (queries, repeated, repeated, queries) * 2:
                 yield path, "all_to_all", heads * head_size(each)
 
 
-def work_here(work: Workload, model: ModelShape, mesh: MeshShape) -> Workload:
+def divide_workload(work: ModelWorkload, model: ModelShape, mesh: MeshShape) -> ModelWorkload:
     """Return the work as one of the tensor and sequence ranks has it.
 
     Products are divided by both; of element-wise work tensor ranks divide what lies between their layers, as of
@@ -207,7 +217,7 @@ def work_here(work: Workload, model: ModelShape, mesh: MeshShape) -> Workload:
 
 
 @lru_cache(maxsize=64)
-def stage_of(model: ModelShape, ranks: int) -> ModelShape:
+def slowest_stage_shape(model: ModelShape, ranks: int) -> ModelShape:
     """Return the slowest stage of a pipeline: as many blocks as any has, and beside them all that is around the blocks.
 
     Raises:
@@ -226,7 +236,7 @@ def stage_of(model: ModelShape, ranks: int) -> ModelShape:
     return replace(model, units=model.units[: 1 + -(-blocks // ranks)])
 
 
-def exchange_s(cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int, width: int) -> float:
+def stage_exchange_s(cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int, width: int) -> float:
     """Return the seconds in which a micro-batch's activations go from one stage to the next."""
     itemsize = plan.precision.parameter_of(torch.float32).itemsize
     return collective_s(cluster, mesh, "send", (PIPE,), tokens * width * itemsize) if mesh.pipe > 1 else 0.0

@@ -24,13 +24,13 @@ from npuzero.observe import ChromeTrace, Span
 from npuzero.plan import PIPE, SEQUENCE, TENSOR, MeshShape
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
 from npuzero.planner import lanes
-from npuzero.planner.axes import Layers, exchange_s, stage_of, work_here
+from npuzero.planner.axes import LayerTraffic, divide_workload, slowest_stage_shape, stage_exchange_s
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.program import Program, Totals, unit_name
-from npuzero.planner.rates import dtype_of, elementwise_s, link_of, products_s
-from npuzero.planner.run import Job, Run
-from npuzero.planner.steady import passes_of, steady
-from npuzero.planner.workload import UnitWork, Workload
+from npuzero.planner.program import StepProgram, Totals, unit_name
+from npuzero.planner.rates import elementwise_s, find_compute_dtype, find_link_name, products_s
+from npuzero.planner.run import TrainingJob, TrainingRun
+from npuzero.planner.steady import count_modelled_passes, get_steady_step
+from npuzero.planner.workload import ModelWorkload, UnitWork
 
 #: What may bound a step, by what is busy: work of the device, links, and the update on the host.
 _BOUNDS = {"products": "compute", "recomputation": "compute", "element-wise": "memory", "update": "optimizer"}
@@ -38,7 +38,7 @@ _COPIES = {TO_HOST: "host link", TO_DEVICE: "host link", TO_DISK: "disk", FROM_D
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Hold how long a step takes, and what it spends that on.
 
     Attributes:
@@ -57,7 +57,7 @@ class Timeline:
     busy: Mapping[str, float]
     bound: str
     tokens: float
-    _play: _Played = field(repr=False)
+    _play: _ProgramTiming = field(repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -83,7 +83,7 @@ class Timeline:
         sink.close()
 
 
-def step_time(job: Job, run: Run, work: Workload) -> Timeline:
+def step_time(job: TrainingJob, run: TrainingRun, work: ModelWorkload) -> StepTimeline:
     """Return how long a step takes.
 
     Args:
@@ -93,17 +93,17 @@ def step_time(job: Job, run: Run, work: Workload) -> Timeline:
     Raises:
         ConfigError: work of other units than the model's, or of a dtype that the device has no peak for.
     """
-    return Clock(job).time(run, work)
+    return StepClock(job).time(run, work)
 
 
-class Clock:
+class StepClock:
     """Time steps of one job: what they have in common is worked out once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self._job = job
-        self._programs: dict[object, Program] = {}
+        self._programs: dict[object, StepProgram] = {}
 
-    def time(self, run: Run, work: Workload) -> Timeline:
+    def time(self, run: TrainingRun, work: ModelWorkload) -> StepTimeline:
         """Return how long a step takes, as :func:`step_time`."""
         job, units = self._job, self._job.model.units
         if len(work.units) != len(units):
@@ -114,31 +114,33 @@ class Clock:
                 do="Count it for the same model.",
             )
         mesh = run.plan.mesh_shape(run.mesh)
-        stage = stage_of(job.model, mesh.pipe)
-        here = work_here(work, job.model, mesh)
+        stage = slowest_stage_shape(job.model, mesh.pipe)
+        here = divide_workload(work, job.model, mesh)
         own = replace(here, units=here.units[: len(stage.units)])
         alone = replace(mesh, pipe=1)  # the ranks of a stage
-        key = run.plan, mesh, run.settings, passes_of(run.micro_batches)
+        key = run.plan, mesh, run.settings, count_modelled_passes(run.micro_batches)
         if key not in self._programs:
-            own_step = steady(stage, run.plan, alone, run.settings, passes_of(run.micro_batches), job.clip)
-            self._programs[key] = Program.of(own_step, job.cluster)
+            own_step = get_steady_step(
+                stage, run.plan, alone, run.settings, count_modelled_passes(run.micro_batches), job.clip
+            )
+            self._programs[key] = StepProgram.of(own_step, job.cluster)
         sequences = mesh.data / mesh.sequence * run.micro_batch * run.micro_batches
-        played = _Played(self._programs[key], job.cluster, own, run, self._waits(run, mesh, own))
+        played = _ProgramTiming(self._programs[key], job.cluster, own, run, self._waits(run, mesh, own))
         return played.timeline(sequences * work.sequence / mesh.world)
 
-    def _waits(self, run: Run, mesh: MeshShape, work: Workload) -> _Waits:
+    def _waits(self, run: TrainingRun, mesh: MeshShape, work: ModelWorkload) -> _AxisWaits:
         """Return what compute waits for within a micro-batch."""
         cluster, model = self._job.cluster, self._job.model
         tokens = work.micro_batch * work.sequence // mesh.sequence
-        layers = Layers.of(model, mesh).seconds(cluster, mesh, run.plan, tokens)
+        layers = LayerTraffic.of(model, mesh).seconds(cluster, mesh, run.plan, tokens)
         width = next((p.shape[-1] for p in model.units[0] if len(p.shape) > 1), 1)
-        exchange = exchange_s(cluster, mesh, run.plan, tokens, width)
-        links = link_of(cluster, mesh, (TENSOR, SEQUENCE)), link_of(cluster, mesh, (PIPE,))
-        return _Waits(layers[: len(work.units)], exchange, mesh.pipe, *links)
+        exchange = stage_exchange_s(cluster, mesh, run.plan, tokens, width)
+        links = find_link_name(cluster, mesh, (TENSOR, SEQUENCE)), find_link_name(cluster, mesh, (PIPE,))
+        return _AxisWaits(layers[: len(work.units)], exchange, mesh.pipe, *links)
 
 
 @dataclass(frozen=True)
-class _Waits:
+class _AxisWaits:
     """Hold what compute waits for within a micro-batch, along axes beside ZeRO's own.
 
     Attributes:
@@ -156,14 +158,14 @@ class _Waits:
 
 
 @dataclass(frozen=True)
-class _Played:
+class _ProgramTiming:
     """Run a program with what a run's units compute."""
 
-    program: Program
+    program: StepProgram
     cluster: Cluster
-    work: Workload
-    run: Run
-    waits: _Waits
+    work: ModelWorkload
+    run: TrainingRun
+    waits: _AxisWaits
 
     @property
     def micro_batches(self) -> int:
@@ -173,11 +175,11 @@ class _Played:
     def recompute(self) -> bool:
         return self.run.recompute
 
-    def timeline(self, tokens: float) -> Timeline:
+    def timeline(self, tokens: float) -> StepTimeline:
         """Run two steps, of which the second begins as the first left it."""
         steps = self.program.steps(self.micro_batches)
         acts = self._acts()
-        player = lanes.Player(acts, self.cluster.contention)
+        player = lanes.ProgramPlayer(acts, self.cluster.contention)
         player.play(steps)
         begin = 0.0
         if not player.quiet:
@@ -192,7 +194,7 @@ class _Played:
         parts |= {f"wait for {kind}": seconds for kind, seconds in player.waited.items()}
         stages = self._stages(acts)
         step_s = max(player.now - begin + sum(stages.values()), *busy.values())
-        return Timeline(step_s, parts | stages, busy, _bound(parts, totals), tokens, self)
+        return StepTimeline(step_s, parts | stages, busy, _find_bottleneck(parts, totals), tokens, self)
 
     def _stages(self, acts: lanes.Acts) -> dict[str, float]:
         """Return what a stage waits for the others: where a pipeline fills and drains, a micro-batch of each other
@@ -224,7 +226,7 @@ class _Played:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of a steady step."""
         names = [unit_name(i) for i in range(len(self.work.units))]
-        player = lanes.Player(self._acts(), self.cluster.contention, names)
+        player = lanes.ProgramPlayer(self._acts(), self.cluster.contention, names)
         steps = self.program.steps(self.micro_batches)
         player.play(steps)
         begin, kept = player.now, len(player.spans)
@@ -261,11 +263,11 @@ class _Played:
     @cached_property
     def _flop_s(self) -> float:
         tokens = self.work.micro_batch * self.work.sequence / self.run.mesh.sequence
-        return products_s(self.cluster.device, 1.0, dtype_of(self.run.plan), tokens)
+        return products_s(self.cluster.device, 1.0, find_compute_dtype(self.run.plan), tokens)
 
     @cached_property
     def _byte_s(self) -> float:
-        return elementwise_s(self.cluster.device, 1.0, dtype_of(self.run.plan))
+        return elementwise_s(self.cluster.device, 1.0, find_compute_dtype(self.run.plan))
 
     def _parts(self, totals: Totals) -> dict[str, float]:
         """Return the seconds of compute by what it does."""
@@ -281,7 +283,7 @@ class _Played:
         }
 
 
-def _bound(parts: Mapping[str, float], totals: Totals) -> str:
+def _find_bottleneck(parts: Mapping[str, float], totals: Totals) -> str:
     """Return what is busy longest; where that is the device, with what."""
     device: dict[str, float] = {}
     for part, what in _BOUNDS.items():

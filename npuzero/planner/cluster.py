@@ -25,24 +25,24 @@ _NAMED = re.compile(r"(?:(?P<ranks>\d+)x)?(?P<name>[^/]+?)(?:/(?P<local>\d+))?")
 
 def _check_number(subject: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
     """Raise ConfigError unless ``value`` is a finite number from ``least`` on and up to ``most``."""
-    if not _number(value) or not least <= value <= most:
+    if not _is_finite_number(value) or not least <= value <= most:
         bound = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
         raise ConfigError(subject, expected=f"a number {bound}", got=repr(value), do=_MEASURE)
 
 
 def _check_rate(subject: str, value: object, most: float = math.inf) -> None:
     """Raise ConfigError unless ``value`` is a finite number above 0 and up to ``most``."""
-    if not _number(value) or not 0 < value <= most:
+    if not _is_finite_number(value) or not 0 < value <= most:
         bound = "above 0" if most == math.inf else f"above 0 and up to {most:g}"
         raise ConfigError(subject, expected=f"a number {bound}", got=repr(value), do=_MEASURE)
 
 
-def _number(value: object) -> TypeGuard[float]:
+def _is_finite_number(value: object) -> TypeGuard[float]:
     """Return whether it is a finite number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_count(subject: str, value: object, least: int = 1) -> None:
+def _check_whole_number(subject: str, value: object, least: int = 1) -> None:
     """Raise ConfigError unless ``value`` is an int from ``least`` on."""
     if type(value) is not int or value < least:
         raise ConfigError(
@@ -51,7 +51,7 @@ def _check_count(subject: str, value: object, least: int = 1) -> None:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """Describe what carries bytes between two ranks, or two memories of one.
 
     Attributes:
@@ -71,7 +71,7 @@ class Link:
     def __post_init__(self) -> None:
         _check_rate("Link.bytes_per_s", self.bytes_per_s)
         _check_number("Link.latency_s", self.latency_s)
-        _check_count("Link.peers", self.peers, 0)
+        _check_whole_number("Link.peers", self.peers, 0)
 
     def among(self, ranks: int) -> float:
         """Return the bytes a second that one of a group of so many ranks sends."""
@@ -79,7 +79,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DevicePace:
     """Describe how a device trains in one dtype, where that was measured rather than taken from its peak.
 
     Attributes:
@@ -104,7 +104,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Describe one device: a rank's.
 
     Attributes:
@@ -122,7 +122,7 @@ class Device:
     sustained: float
     memory_bytes: int
     memory_bytes_per_s: float
-    paces: Mapping[str, Pace] = field(default_factory=dict)
+    paces: Mapping[str, DevicePace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_keys("Device.flops", self.flops, ("bf16", "fp16", "fp32"))
@@ -131,13 +131,13 @@ class Device:
         for dtype, peak in self.flops.items():
             _check_rate(f"Device.flops[{dtype!r}]", peak)
         _check_rate("Device.sustained", self.sustained, most=1.0)
-        _check_count("Device.memory_bytes", self.memory_bytes)
+        _check_whole_number("Device.memory_bytes", self.memory_bytes)
         _check_rate("Device.memory_bytes_per_s", self.memory_bytes_per_s)
         check_keys("Device.paces", self.paces, self.flops)
 
-    def pace(self, dtype: str) -> Pace:
+    def pace(self, dtype: str) -> DevicePace:
         """Return how the device trains in ``dtype``: as measured, or as all of its numbers say."""
-        return self.paces.get(dtype) or Pace(self.sustained, 0.0, self.memory_bytes_per_s)
+        return self.paces.get(dtype) or DevicePace(self.sustained, 0.0, self.memory_bytes_per_s)
 
     def flops_per_s(self, dtype: str) -> float:
         """Return what large products in ``dtype`` reach a second in training.
@@ -177,8 +177,8 @@ class Cluster:
     """
 
     name: str
-    device: Device
-    links: Mapping[str, Link]
+    device: DeviceSpec
+    links: Mapping[str, LinkSpec]
     local: int
     ranks: int
     host_memory_bytes: int = 0
@@ -186,16 +186,16 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("Cluster.local", self.local)
-        _check_count("Cluster.ranks", self.ranks)
-        _check_count("Cluster.host_memory_bytes", self.host_memory_bytes, 0)
+        _check_whole_number("Cluster.local", self.local)
+        _check_whole_number("Cluster.ranks", self.ranks)
+        _check_whole_number("Cluster.host_memory_bytes", self.host_memory_bytes, 0)
         _check_number("Cluster.contention", self.contention, most=1.0)
         if self.ranks % self.local:
             raise ConfigError(
                 f"Cluster {self.name}",
                 expected=f"a multiple of the {self.local} devices of a node",
                 got=f"{self.ranks} devices",
-                do=f"Take {_near(self.ranks, self.local)}, or say how many a node has: "
+                do=f"Take {_format_multiples_near(self.ranks, self.local)}, or say how many a node has: "
                 f"{self.ranks}x{self.name}/{math.gcd(self.ranks, self.local)}.",
                 ranks=self.ranks,
                 local=self.local,
@@ -256,7 +256,7 @@ class Cluster:
         Raises:
             ConfigError: no such file, no JSON, a key that is unknown or missing, a number out of its range.
         """
-        return _cluster(os.fspath(path), read_json(path))
+        return _parse_cluster(os.fspath(path), read_json(path))
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as :meth:`load` reads it."""
@@ -281,7 +281,7 @@ class Cluster:
         Raises:
             ConfigError: nodes that are not whole.
         """
-        _check_count("Cluster.ranks", ranks)
+        _check_whole_number("Cluster.ranks", ranks)
         return replace(self, ranks=ranks, local=min(self.local, ranks) if local is None else local)
 
     def with_link(self, level: str, *, bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
@@ -294,45 +294,50 @@ class Cluster:
         given = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
         given = {key: value for key, value in given.items() if value is not None}
         before = self.links.get(level)
-        link = replace(before, **given) if before else Link(**{"bytes_per_s": math.nan, **given})  # type: ignore[arg-type]
+        link = replace(before, **given) if before else LinkSpec(**{"bytes_per_s": math.nan, **given})  # type: ignore[arg-type]
         sources = {**self.sources, **{f"links.{level}.{key}": "given by the caller" for key in given}}
         return replace(self, links={**self.links, level: link}, sources=sources)
 
 
-def _near(ranks: int, local: int) -> str:
+def _format_multiples_near(ranks: int, local: int) -> str:
     """Return the multiples of ``local`` beside ``ranks``, in words."""
     below = ranks // local * local
     return f"{below} or {below + local}" if below else str(local)
 
 
-def _cluster(subject: str, data: Mapping[str, Any]) -> Cluster:
+def _parse_cluster(subject: str, data: Mapping[str, Any]) -> Cluster:
     """Make a cluster of what its file has."""
     _check_record(subject, data, fields(Cluster), optional=("ranks", "host_memory_bytes", "contention", "sources"))
-    device, links = _object(f"{subject}: device", data["device"]), _object(f"{subject}: links", data["links"])
-    _check_record(f"{subject}: device", device, fields(Device), ("paces",))
+    device, links = (
+        _check_json_object(f"{subject}: device", data["device"]),
+        _check_json_object(f"{subject}: links", data["links"]),
+    )
+    _check_record(f"{subject}: device", device, fields(DeviceSpec), ("paces",))
     check_keys(f"{subject}: links", links, LEVELS)
     for level, link in links.items():
         where = f"{subject}: links.{level}"
-        _check_record(where, _object(where, link), fields(Link), ("latency_s", "peers"))
-    flops = _object(f"{subject}: device.flops", device["flops"])
-    paces = _object(f"{subject}: device.paces", device.get("paces", {}))
+        _check_record(where, _check_json_object(where, link), fields(LinkSpec), ("latency_s", "peers"))
+    flops = _check_json_object(f"{subject}: device.flops", device["flops"])
+    paces = _check_json_object(f"{subject}: device.paces", device.get("paces", {}))
     for dtype, pace in paces.items():
         _check_record(
-            f"{subject}: device.paces.{dtype}", _object(f"{subject}: device.paces.{dtype}", pace), fields(Pace)
+            f"{subject}: device.paces.{dtype}",
+            _check_json_object(f"{subject}: device.paces.{dtype}", pace),
+            fields(DevicePace),
         )
     return Cluster(
         **{
             "ranks": data["local"],
             **data,
-            "device": Device(
-                **{**device, "flops": flops, "paces": {dtype: Pace(**pace) for dtype, pace in paces.items()}}
+            "device": DeviceSpec(
+                **{**device, "flops": flops, "paces": {dtype: DevicePace(**pace) for dtype, pace in paces.items()}}
             ),
-            "links": {level: Link(**link) for level, link in links.items()},
+            "links": {level: LinkSpec(**link) for level, link in links.items()},
         }
     )
 
 
-def _object(subject: str, value: object) -> Mapping[str, Any]:
+def _check_json_object(subject: str, value: object) -> Mapping[str, Any]:
     """Return a JSON object, or raise ConfigError."""
     if not isinstance(value, dict):
         raise ConfigError(subject, expected="a JSON object", got=repr(value), do="Put it between braces.")

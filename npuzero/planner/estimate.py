@@ -25,16 +25,16 @@ from npuzero.plan import (
     Plan,
     Report,
 )
-from npuzero.planner.axes import Layers
-from npuzero.planner.clock import Clock, Timeline
+from npuzero.planner.axes import LayerTraffic
+from npuzero.planner.clock import StepClock, StepTimeline
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.memory import activation_bytes, is_cpu, least_activations, memory_of
+from npuzero.planner.memory import activation_bytes, estimate_memory, is_cpu, least_activations
 from npuzero.planner.network import level_bytes
-from npuzero.planner.rates import dtype_of, elementwise_s, products_s
-from npuzero.planner.run import Job, Run
-from npuzero.planner.stages import Staged
-from npuzero.planner.steady import passes_of, steady
-from npuzero.planner.workload import Workload, workload
+from npuzero.planner.rates import elementwise_s, find_compute_dtype, products_s
+from npuzero.planner.run import TrainingJob, TrainingRun
+from npuzero.planner.stages import StagedModel
+from npuzero.planner.steady import count_modelled_passes, get_steady_step
+from npuzero.planner.workload import ModelWorkload, measure_workload
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Estimate:
         timeline: one step of one rank; None: it was not timed.
     """
 
-    job: Job = field(repr=False)
-    run: Run
-    work: Workload = field(repr=False)
-    timeline: Timeline | None = field(default=None, repr=False)
+    job: TrainingJob = field(repr=False)
+    run: TrainingRun
+    work: ModelWorkload = field(repr=False)
+    timeline: StepTimeline | None = field(default=None, repr=False)
 
     @cached_property
     def reports(self) -> dict[int, Report]:
         """Return what :func:`npuzero.predict` says of the run, by the rank of the pipeline: the bytes of a rank,
         activations apart.
         """
-        return reports_of(self.job, self.run)
+        return predict_reports(self.job, self.run)
 
     @property
     def report(self) -> Report:
@@ -71,7 +71,7 @@ class Estimate:
 
     @cached_property
     def _memories(self) -> dict[int, dict[str, int]]:
-        return {rank: memory_of(self.job, self.run, each, self.work, rank) for rank, each in self.reports.items()}
+        return {rank: estimate_memory(self.job, self.run, each, self.work, rank) for rank, each in self.reports.items()}
 
     @cached_property
     def _fullest(self) -> int:
@@ -85,7 +85,7 @@ class Estimate:
         run, mesh = self.run, self.run.mesh
         itemsize = run.plan.precision.parameter_of(torch.float32).itemsize
         tokens = run.micro_batch * self.job.sequence // mesh.sequence
-        return Layers.of(self.job.model, mesh).nbytes(mesh, itemsize, tokens, run.micro_batches)
+        return LayerTraffic.of(self.job.model, mesh).nbytes(mesh, itemsize, tokens, run.micro_batches)
 
     @property
     def sent_by_level(self) -> dict[str, int]:
@@ -99,7 +99,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Return the tokens of a step, of all ranks together."""
-        return tokens_of(self.job, self.run)
+        return count_step_tokens(self.job, self.run)
 
     @property
     def step_s(self) -> float:
@@ -120,7 +120,7 @@ class Estimate:
         """Return by memory the bytes that are too many, where a part ``spare`` of the device's stays free; 0 where it
         holds them.
         """
-        limit = limits(self.job.cluster, spare)
+        limit = memory_limits(self.job.cluster, spare)
         return {memory: max(0, nbytes - limit.get(memory, nbytes)) for memory, nbytes in self.memory.items()}
 
     def arguments(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Estimate:
         settings, plan = self.run.settings, self.run.plan
         if self.run.mesh.pipe > 1:  # npuzero.pipeline finds out by itself whether they stay unsharded
             plan = replace(plan, between=None)
-        return _named(plan) | ({} if settings == Settings() else {"settings": settings})
+        return _plan_arguments(plan) | ({} if settings == Settings() else {"settings": settings})
 
     def axes(self) -> dict[str, int]:
         """Return the keyword arguments of :func:`npuzero.mesh` for axes beside ZeRO's own; none, where there are none.
@@ -144,7 +144,7 @@ class Estimate:
         return self.run.mesh.sizes((PIPE, TENSOR, SEQUENCE))
 
 
-def _named(plan: Plan) -> dict[str, Any]:
+def _plan_arguments(plan: Plan) -> dict[str, Any]:
     """Return the names of which :func:`npuzero.zero` makes ``plan``; the plan itself, where none do."""
     size = {} if plan.local_size is None else {"local_size": plan.local_size}
     offload = next((each for each in OFFLOADS if plan.name.endswith(f"+{each}") and each != plan.name), None)
@@ -160,7 +160,7 @@ def _named(plan: Plan) -> dict[str, Any]:
     return {"plan": plan}
 
 
-def reports_of(job: Job, run: Run, all_ranks: bool = True) -> dict[int, Report]:
+def predict_reports(job: TrainingJob, run: TrainingRun, all_ranks: bool = True) -> dict[int, Report]:
     """Return the bytes that one rank holds and sends in a step, by the rank of the pipeline; its schedule is 1F1B.
 
     Args:
@@ -169,24 +169,24 @@ def reports_of(job: Job, run: Run, all_ranks: bool = True) -> dict[int, Report]:
     plan, mesh, settings = run.plan, run.mesh, run.settings
     if mesh.pipe == 1:
         return {0: job.model.predict(plan, mesh, settings, micro_batches=run.micro_batches, clip=job.clip)}
-    staged = Staged.of(job.model, mesh.pipe, tensor=mesh.tensor)
+    staged = StagedModel.of(job.model, mesh.pipe, tensor=mesh.tensor)
     table = schedule("1f1b", mesh.pipe, run.micro_batches)
     edge_bytes = staged.edge_bytes(run.micro_batch * job.sequence // mesh.sequence, plan.precision)
     ranks = None if all_ranks else staged.telling
     return staged.reports(plan, mesh, settings, table, job.clip, edge_bytes, ranks)
 
 
-def tokens_of(job: Job, run: Run) -> int:
+def count_step_tokens(job: TrainingJob, run: TrainingRun) -> int:
     """Return the tokens of a step, of all ranks together."""
-    return sharers_of(run.mesh) * run.micro_batch * run.micro_batches * job.sequence
+    return count_sequence_groups(run.mesh) * run.micro_batch * run.micro_batches * job.sequence
 
 
-def sharers_of(mesh: MeshShape) -> int:
+def count_sequence_groups(mesh: MeshShape) -> int:
     """Return how many ranks, or groups of ranks that share a sequence, have sequences of their own."""
     return mesh.data // mesh.sequence
 
 
-def limits(cluster: Cluster, spare: float = 0.0) -> dict[str, int]:
+def memory_limits(cluster: Cluster, spare: float = 0.0) -> dict[str, int]:
     """Return the bytes that a rank may have of each memory that has an end; of the device without a part ``spare``."""
     device = int(cluster.device.memory_bytes * (1 - spare))
     return {Memory.DEVICE.value: device, Memory.HOST.value: cluster.host_memory_bytes}
@@ -199,18 +199,18 @@ class Estimator:
         looked, timed: of how many it was asked whether they fit, and how many have been timed.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job = job
         self.looked = self.timed = 0
         self._reports: dict[tuple[Plan, MeshShape, Settings, int], dict[int, Report]] = {}
         self._trained: dict[tuple[Plan, MeshShape, Settings], Plan] = {}
-        self._works: dict[tuple[int, torch.dtype], Workload] = {}
-        self._clock = Clock(job)
+        self._works: dict[tuple[int, torch.dtype], ModelWorkload] = {}
+        self._clock = StepClock(job)
         self._numels: Counter[tuple[torch.dtype, bool, bool]] = Counter()
         for parameter in (each for unit in job.model.units for each in unit):
             self._numels[parameter.dtype, parameter.trainable, parameter.cut is not None] += parameter.shape.numel()
 
-    def estimate(self, run: Run) -> Estimate:
+    def estimate(self, run: TrainingRun) -> Estimate:
         """Return a run, not timed."""
         return Estimate(self.job, run, self._work_of(run))
 
@@ -221,7 +221,7 @@ class Estimator:
         rests, and activations at their highest, the least. Where the limit is between them, the step is walked through.
         """
         self.looked += 1
-        run, limit = estimate.run, limits(self.job.cluster, spare)
+        run, limit = estimate.run, memory_limits(self.job.cluster, spare)
         device = limit[Memory.DEVICE.value]
         if self.least_bytes(estimate) > device:
             return False
@@ -232,7 +232,7 @@ class Estimator:
             most = reports[0].memory[Memory.DEVICE.value] + activation_bytes(estimate.work, run.recompute)
             if most <= device and run.mesh.tensor == run.mesh.sequence == 1:
                 return True
-        held = (memory_of(self.job, run, report, estimate.work, rank) for rank, report in reports.items())
+        held = (estimate_memory(self.job, run, report, estimate.work, rank) for rank, report in reports.items())
         return all(each[Memory.DEVICE.value] <= device for each in held)
 
     def as_trained(self, estimate: Estimate, spare: float) -> Estimate:
@@ -240,11 +240,14 @@ class Estimator:
         would have them so; any other as it is, and what has not the memory either way.
         """
         run = estimate.run
-        if run.mesh.pipe == 1 or self.least_bytes(estimate) > limits(self.job.cluster, spare)[Memory.DEVICE.value]:
+        if (
+            run.mesh.pipe == 1
+            or self.least_bytes(estimate) > memory_limits(self.job.cluster, spare)[Memory.DEVICE.value]
+        ):
             return estimate
         key = run.plan, run.mesh, run.settings
         if key not in self._trained:
-            staged = Staged.of(self.job.model, run.mesh.pipe, tensor=run.mesh.tensor)
+            staged = StagedModel.of(self.job.model, run.mesh.pipe, tensor=run.mesh.tensor)
             table, memory_bytes = schedule("1f1b", run.mesh.pipe, 2), self.job.cluster.device.memory_bytes
             self._trained[key] = staged.as_trained(*key, table, self.job.clip, memory_bytes)
         return replace(estimate, run=replace(run, plan=self._trained[key]))
@@ -254,12 +257,12 @@ class Estimator:
         self.timed += 1
         return replace(estimate, timeline=self._clock.time(estimate.run, estimate.work))
 
-    def _resting_bytes(self, run: Run) -> float:
+    def _resting_bytes(self, run: TrainingRun) -> float:
         """Return what parameters and states take at least where they rest on the device, in a pipeline the first
         rank's: without any padding.
         """
         mesh = run.mesh
-        stage = Staged.of(self.job.model, mesh.pipe, tensor=mesh.tensor).first_share if mesh.pipe > 1 else 1.0
+        stage = StagedModel.of(self.job.model, mesh.pipe, tensor=mesh.tensor).first_share if mesh.pipe > 1 else 1.0
         plan, precision = run.plan, run.plan.precision
         total = 0.0
         for (dtype, trainable, cut), whole in self._numels.items():
@@ -276,39 +279,43 @@ class Estimator:
         """Return bytes that a rank's device holds at least: what rests there, and activations at their highest."""
         return self._resting_bytes(estimate.run) + least_activations(estimate.run, estimate.work)
 
-    def least_s(self, run: Run) -> float:
+    def least_s(self, run: TrainingRun) -> float:
         """Return seconds that a step takes at least: what its units compute, whatever a plan sends; what layers wait
         for; and what a pipeline waits for while it fills.
         """
         work, device, mesh = self._work_of(run), self.job.cluster.device, run.mesh
-        dtype, tokens = dtype_of(run.plan), work.micro_batch * work.sequence // mesh.sequence
+        dtype, tokens = find_compute_dtype(run.plan), work.micro_batch * work.sequence // mesh.sequence
         again = work.units[1:] if run.recompute else ()
         flops = 3 * sum(unit.flops for unit in work.units) + sum(unit.flops for unit in again)
         nbytes = sum(unit.forward_bytes + unit.backward_bytes for unit in work.units)
         nbytes += sum(unit.forward_bytes for unit in again)
         seconds = products_s(device, flops, dtype, tokens) + elementwise_s(device, nbytes, dtype)
-        layers = sum(Layers.of(self.job.model, mesh).seconds(self.job.cluster, mesh, run.plan, tokens))
+        layers = sum(LayerTraffic.of(self.job.model, mesh).seconds(self.job.cluster, mesh, run.plan, tokens))
         each = (seconds / (mesh.tensor * mesh.sequence) + layers) / mesh.pipe
         return (run.micro_batches + mesh.pipe - 1) * each
 
-    def _of(self, run: Run) -> dict[int, Report]:
+    def _of(self, run: TrainingRun) -> dict[int, Report]:
         """Return what a run holds, by the rank of the pipeline: the same for all that have a few micro-batches, or as
         many as fill the pipeline; so that one serves for them.
         """
-        few = min(run.micro_batches, run.mesh.pipe + 1) if run.mesh.pipe > 1 else passes_of(run.micro_batches)
+        few = (
+            min(run.micro_batches, run.mesh.pipe + 1) if run.mesh.pipe > 1 else count_modelled_passes(run.micro_batches)
+        )
         key = run.plan, run.mesh, run.settings, few
         if key not in self._reports:
             if run.mesh.pipe == 1:  # with the moves that the clock reads, too
-                found = {0: steady(self.job.model, run.plan, run.mesh, run.settings, few, self.job.clip).report}
+                found = {
+                    0: get_steady_step(self.job.model, run.plan, run.mesh, run.settings, few, self.job.clip).report
+                }
             else:
-                found = reports_of(self.job, replace(run, micro_batches=few), all_ranks=False)
+                found = predict_reports(self.job, replace(run, micro_batches=few), all_ranks=False)
             self._reports[key] = found
         return self._reports[key]
 
-    def _work_of(self, run: Run) -> Workload:
+    def _work_of(self, run: TrainingRun) -> ModelWorkload:
         return self._work(run.micro_batch, run.plan.precision.parameter_of(torch.float32))
 
-    def _work(self, sequences: int, dtype: torch.dtype) -> Workload:
+    def _work(self, sequences: int, dtype: torch.dtype) -> ModelWorkload:
         """Return the work of a pass. Of one sequence and of two it is counted; each further one adds as much as the
         second.
         """
@@ -318,14 +325,14 @@ class Estimator:
             if sequences <= 2:
                 cpu = is_cpu(job.cluster)
                 whole = job.model.undivided or job.model
-                work = workload(whole, job.sequence, sequences, job.attention, dtype, cpu)
+                work = measure_workload(whole, job.sequence, sequences, job.attention, dtype, cpu)
             else:
-                work = _extended(self._work(1, dtype), self._work(2, dtype), sequences)
+                work = _extrapolate_workload(self._work(1, dtype), self._work(2, dtype), sequences)
             self._works[key] = work
         return self._works[key]
 
 
-def _extended(one: Workload, two: Workload, sequences: int) -> Workload:
+def _extrapolate_workload(one: ModelWorkload, two: ModelWorkload, sequences: int) -> ModelWorkload:
     """Return the work of so many sequences by that of one and of two."""
 
     def line(first: Any, second: Any) -> Any:

@@ -17,7 +17,7 @@ ADAM_K = 12
 ADAM_K_WITH_FP32_GRADIENTS = 16
 
 
-class _Stage(NamedTuple):
+class _ZeroStage(NamedTuple):
     """Describe a stage of ZeRO: what its ranks divide, and elements a parameter that one sends in an iteration."""
 
     divided: tuple[str, ...]
@@ -26,14 +26,14 @@ class _Stage(NamedTuple):
 
 #: ZeRO, sections 5 and 7, by its stages.
 _STAGES = (
-    _Stage((), 2),
-    _Stage(("states",), 2),
-    _Stage(("states", "gradients"), 2),
-    _Stage(("states", "gradients", "parameters"), 3),
+    _ZeroStage((), 2),
+    _ZeroStage(("states",), 2),
+    _ZeroStage(("states", "gradients"), 2),
+    _ZeroStage(("states", "gradients", "parameters"), 3),
 )
 
 
-def _row_of(number: int) -> _Stage:
+def _get_zero_stage(number: int) -> _ZeroStage:
     if number not in range(len(_STAGES)):
         raise ConfigError("a stage of ZeRO", expected="0, 1, 2 or 3", got=repr(number), do="Choose one.")
     return _STAGES[number]
@@ -66,7 +66,7 @@ def model_state_bytes(
         print(model_state_bytes(7.5e9, 64, 1) / 1e9)  # 31.4
     """
     parts = {"parameters": 2, "gradients": gradient_bytes, "states": k}
-    divided = _row_of(stage).divided
+    divided = _get_zero_stage(stage).divided
     return parameters * sum(nbytes / (ranks if part in divided else 1) for part, nbytes in parts.items())
 
 
@@ -229,7 +229,7 @@ def zero_traffic(stage: int) -> int:
     Raises:
         ConfigError: no such stage.
     """
-    return _row_of(stage).traffic
+    return _get_zero_stage(stage).traffic
 
 
 def zeropp_traffic(*, weights: bool = False, secondary: bool = False, gradients: bool = False) -> float:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 _ATEN = torch.ops.aten
 
 
-class Kernels(TorchFunctionMode):
+class DeviceKernels(TorchFunctionMode):
     """Choose the kernels of attention, dropout and norms as a device does.
 
     Args:
@@ -26,7 +26,7 @@ class Kernels(TorchFunctionMode):
         self._plain, self._cpu = plain, cpu
         self._own: dict[Callable[..., Any], Callable[..., Tensor]] = {F.scaled_dot_product_attention: self._attend}
         if not cpu:
-            self._own |= {F.dropout: _dropped, F.rms_norm: _normed}
+            self._own |= {F.dropout: _native_dropout, F.rms_norm: _call_fused_rms_norm}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,12 +55,12 @@ class Kernels(TorchFunctionMode):
         return out  # type: ignore[no-any-return]
 
 
-def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _native_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Keep a mask of a byte an element."""
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
-def _normed(
+def _call_fused_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Keep its input and a number a row."""

@@ -22,21 +22,21 @@ _SAME_S = 1e-12
 _ALIKE = 2
 
 
-class Act(NamedTuple):
+class UnitPass(NamedTuple):
     """Compute the forward of a unit, or its backward: as long as the player's table says."""
 
     unit: int
     backward: bool
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """Run something else on the device; ``kind``: what its seconds count for."""
 
     kind: str
     seconds: float
 
 
-class Send(NamedTuple):
+class LaneCollective(NamedTuple):
     """Start ``times`` collectives, which take ``seconds`` together, on a lane and over a link.
 
     Attributes:
@@ -53,7 +53,7 @@ class Send(NamedTuple):
     unit: int
 
 
-class Await(NamedTuple):
+class AwaitCollectives(NamedTuple):
     """Have compute wait for the first ``times`` of what was started under a key."""
 
     key: Hashable
@@ -62,7 +62,7 @@ class Await(NamedTuple):
     unit: int
 
 
-class Transfer(NamedTuple):
+class MemoryTransfer(NamedTuple):
     """Copy between two memories, on the link's lane; ``needed``: compute waits for it at its next wait of this step,
     and what is started next does.
     """
@@ -72,7 +72,7 @@ class Transfer(NamedTuple):
     needed: bool
 
 
-class Chunks(NamedTuple):
+class ChunkPipeline(NamedTuple):
     """Take equal chunks through stages, each on a lane of its own, with at most ``slots`` of them on their way.
 
     Attributes:
@@ -86,27 +86,36 @@ class Chunks(NamedTuple):
     numel: int
 
 
-class Settle(NamedTuple):
+class AwaitChunks(NamedTuple):
     """Have compute wait until so many elements of the chunks last begun are through; None: all that is under way."""
 
     numel: int | None
 
 
-class Loop(NamedTuple):
+class RepeatSteps(NamedTuple):
     """Repeat steps."""
 
     times: int
     steps: tuple[Any, ...]
 
 
-Step = Act | Work | Send | Await | Transfer | Chunks | Settle | Loop
+Step = (
+    UnitPass
+    | DeviceWork
+    | LaneCollective
+    | AwaitCollectives
+    | MemoryTransfer
+    | ChunkPipeline
+    | AwaitChunks
+    | RepeatSteps
+)
 
 #: Of a unit, for forward and for backward: seconds of compute, and seconds that it waits for what its layers send.
 Acts = Sequence[tuple[tuple[float, float], tuple[float, float]]]
 
 
 @dataclass
-class Player:
+class ProgramPlayer:
     """Run a program.
 
     Attributes:
@@ -134,14 +143,14 @@ class Player:
     def play(self, steps: Sequence[Step]) -> None:
         """Run the steps, behind those that were run before."""
         do: dict[type, Callable[[Any], None]] = {
-            Act: self._act,
-            Work: self._work,
-            Send: self._send,
-            Await: self._await,
-            Transfer: self._transfer,
-            Chunks: self._chunks,
-            Settle: self._settle,
-            Loop: self._loop,
+            UnitPass: self._act,
+            DeviceWork: self._work,
+            LaneCollective: self._send,
+            AwaitCollectives: self._await,
+            MemoryTransfer: self._transfer,
+            ChunkPipeline: self._chunks,
+            AwaitChunks: self._settle,
+            RepeatSteps: self._loop,
         }
         for step in steps:
             do[step.__class__](step)
@@ -151,14 +160,14 @@ class Player:
         """Tell whether nothing is under way."""
         return all(end <= self.now for end in self._free.values())
 
-    def _act(self, act: Act) -> None:
+    def _act(self, act: UnitPass) -> None:
         seconds, blocked = self.acts[act.unit][act.backward]
         name = f"{'backward' if act.backward else 'forward'} {self.names[act.unit]}" if self.names else ""
         self._compute("compute", name, seconds)
         if blocked:
             self._until(self.now + blocked, "layers", name)
 
-    def _work(self, work: Work) -> None:
+    def _work(self, work: DeviceWork) -> None:
         self._compute("compute", work.kind, work.seconds)
 
     def _compute(self, category: str, name: str, seconds: float) -> None:
@@ -171,7 +180,7 @@ class Player:
         if self.names and seconds:
             self.spans.append(Span(category, name, begin, self.now, 0))
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: LaneCollective) -> None:
         begin = max(self.now, self._free.get(send.lane, 0.0), self._links.get(send.link, 0.0), self._copied)
         end = begin + send.seconds
         self._free[send.lane] = self._links[send.link] = end
@@ -180,7 +189,7 @@ class Player:
             name = f"{send.kind} {self.names[send.unit]}"
             self.spans.append(Span(f"comm {send.lane}", name, begin, end, 0, {"link": send.link}))
 
-    def _await(self, wait: Await) -> None:
+    def _await(self, wait: AwaitCollectives) -> None:
         under_way, left, end = self._under_way.get(wait.key), wait.times, self._copied
         while under_way and left > 0:
             done, count = under_way.popleft()
@@ -196,7 +205,7 @@ class Player:
                 self.spans.append(Span(f"wait for {kind}", name, self.now, end, 0))
             self.now = end
 
-    def _transfer(self, copy: Transfer) -> None:
+    def _transfer(self, copy: MemoryTransfer) -> None:
         # What goes on comes after what came: from a disk, and then to the device.
         end = self._stage(copy.lane, max(self.now, self._copied if copy.needed else 0.0), copy.seconds)
         if copy.needed:
@@ -209,7 +218,7 @@ class Player:
             self.spans.append(Span(lane, lane, begin, end, 0))
         return end
 
-    def _chunks(self, chunks: Chunks) -> None:
+    def _chunks(self, chunks: ChunkPipeline) -> None:
         """Take chunks through; from where each does what the one before it did, all at once."""
         ends, numel = deque([self.now] * chunks.slots, chunks.slots), self._through[-1][0] if self._through else 0
         self._through.append((numel, self.now))
@@ -232,7 +241,7 @@ class Player:
                 break
         self._through.append((numel + chunks.times * chunks.numel, end))
 
-    def _settle(self, settle: Settle) -> None:
+    def _settle(self, settle: AwaitChunks) -> None:
         through = self._through
         if not through:
             return
@@ -246,14 +255,14 @@ class Player:
         if settle.numel is None:
             through.clear()
 
-    def _loop(self, loop: Loop) -> None:
+    def _loop(self, loop: RepeatSteps) -> None:
         """Repeat steps; once all lanes are as they were a time before, at once."""
         before: list[float] | None = None
         for i in range(loop.times):
             begin, contended, waited = self.now, self.contended_s, dict(self.waited)
             self.play(loop.steps)
             at = self._state()
-            if before is not None and not self.names and _same(before, at):
+            if before is not None and not self.names and _is_same_state(before, at):
                 left = loop.times - 1 - i
                 self.contended_s += left * (self.contended_s - contended)
                 for kind, seconds in self.waited.items():
@@ -281,7 +290,7 @@ class Player:
                 under_way[i] = end + seconds, count
 
 
-def _same(before: Sequence[float], after: Sequence[float]) -> bool:
+def _is_same_state(before: Sequence[float], after: Sequence[float]) -> bool:
     """Tell whether two states of all lanes are the same."""
     pairs = itertools.zip_longest(before, after, fillvalue=float("inf"))
     return all(abs(a - b) < _SAME_S for a, b in pairs)

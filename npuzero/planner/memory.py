@@ -3,7 +3,7 @@
 A prediction gives each part of a training state at its own highest. These moments differ: logits live where no
 gradients do yet, a block's activations where those of later blocks have become gradients. So the moves of the
 schedule (:func:`npuzero.plan.schedule.steady_step`) are walked together with the stretches of a pass
-(:class:`npuzero.planner.workload.Stretch`), and the sum of both is taken at each.
+(:class:`npuzero.planner.workload.ActivationStretch`), and the sum of both is taken at each.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from npuzero.plan import Memory, Placement, Report
-from npuzero.plan.moves import Buffer, Compute, Give, Launch, Move, Take, flattened
+from npuzero.plan.moves import AllocateBuffer, ComputePass, FreeBuffer, LaunchReduction, Move, StepBuffer, flatten_moves
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.run import Job, Run
-from npuzero.planner.steady import passes_of, steady
-from npuzero.planner.workload import Stretch, Workload
+from npuzero.planner.run import TrainingJob, TrainingRun
+from npuzero.planner.steady import count_modelled_passes, get_steady_step
+from npuzero.planner.workload import ActivationStretch, ModelWorkload
 
 #: Of what rests off the device so many blocks' inputs are there: one on its way, and one in use.
 _ON_THE_WAY = 2
 
 
-def activation_bytes(work: Workload, recompute: bool = False) -> int:
+def activation_bytes(work: ModelWorkload, recompute: bool = False) -> int:
     """Return the most bytes of activations that live at a time in one pass, with those gradients that are not packed.
 
     Args:
@@ -38,10 +38,10 @@ def activation_bytes(work: Workload, recompute: bool = False) -> int:
         work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
         print(activation_bytes(work), activation_bytes(work, recompute=True))
     """
-    return _highest(work.recomputed if recompute else work.kept)
+    return _peak_of_stretches(work.recomputed if recompute else work.kept)
 
 
-def _highest(stretches: Iterable[Stretch]) -> int:
+def _peak_of_stretches(stretches: Iterable[ActivationStretch]) -> int:
     now = peak = 0
     for stretch in stretches:
         peak = max(peak, now + stretch.peak_bytes)
@@ -49,12 +49,12 @@ def _highest(stretches: Iterable[Stretch]) -> int:
     return peak
 
 
-def least_activations(run: Run, work: Workload) -> int:
+def least_activations(run: TrainingRun, work: ModelWorkload) -> int:
     """Return bytes of activations that a rank has at least, of a pipeline the first, beside what rests there."""
     if run.plan.activations != Placement():
         return 0
-    stretches = _here(work.recomputed if run.recompute else work.kept, run)
-    return _highest(stretches) if run.mesh.pipe == 1 else _staged(stretches, run, 0)
+    stretches = _divide_stretches(work.recomputed if run.recompute else work.kept, run)
+    return _peak_of_stretches(stretches) if run.mesh.pipe == 1 else _pipeline_activation_bytes(stretches, run, 0)
 
 
 def is_cpu(cluster: Cluster) -> bool:
@@ -62,7 +62,9 @@ def is_cpu(cluster: Cluster) -> bool:
     return cluster.name.split()[0] == "cpu"
 
 
-def memory_of(job: Job, run: Run, report: Report, work: Workload, rank: int = 0) -> dict[str, int]:
+def estimate_memory(
+    job: TrainingJob, run: TrainingRun, report: Report, work: ModelWorkload, rank: int = 0
+) -> dict[str, int]:
     """Return the bytes that a rank holds at most in a steady step, by memory (:class:`~npuzero.plan.Memory`'s values).
 
     On the device that is the highest sum of what rests, of what the schedule takes and gives, and of activations. On a
@@ -74,27 +76,29 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload, rank: int = 0)
 
     Args:
         report: of this run, as :meth:`npuzero.planner.ModelShape.predict` gives it; of a pipeline that of ``rank``, as
-            :meth:`npuzero.planner.stages.Staged.reports` does.
+            :meth:`npuzero.planner.stages.StagedModel.reports` does.
         work: of ``run.micro_batch`` sequences.
         rank: of the pipeline.
     """
     held = dict(report.memory)
-    stretches = _here(work.recomputed if run.recompute else work.kept, run)
+    stretches = _divide_stretches(work.recomputed if run.recompute else work.kept, run)
     inputs = sum(s.left_bytes for s in stretches if s.unit and not s.backward) if run.recompute else 0
     where = run.plan.activations
     parts = run.mesh.size(where.axes)
     if inputs and (where.far or parts > 1):
-        stretches = _moved(stretches, 0 if where.far else 1 / parts)
+        stretches = _offload_stretches(stretches, 0 if where.far else 1 / parts)
         if where.far:
             held[where.memory.value] += inputs // parts
     if run.mesh.pipe > 1:
-        held[Memory.DEVICE.value] += _staged(stretches, run, rank)
+        held[Memory.DEVICE.value] += _pipeline_activation_bytes(stretches, run, rank)
         return held
-    moves = steady(job.model, run.plan, run.mesh, run.settings, passes_of(run.micro_batches), job.clip).moves
-    tide = _Tide(stretches, on_cpu=is_cpu(job.cluster))
-    tide.walk(flattened(moves))
+    moves = get_steady_step(
+        job.model, run.plan, run.mesh, run.settings, count_modelled_passes(run.micro_batches), job.clip
+    ).moves
+    tide = _ActivationPeaks(stretches, on_cpu=is_cpu(job.cluster))
+    tide.walk(flatten_moves(moves))
     if tide.stays:
-        tide.walk(flattened(moves))  # as one who has been there: what stays was taken by the step before
+        tide.walk(flatten_moves(moves))  # as one who has been there: what stays was taken by the step before
     labels = report.held[Memory.DEVICE]
     # What never comes and goes: all of a label but the highest of what did.
     resting = sum(labels.values()) - sum(tide.highest.values())
@@ -102,7 +106,7 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload, rank: int = 0)
     return held
 
 
-class _Tide:
+class _ActivationPeaks:
     """Walk the moves of a step with the stretches of its passes; hold the highest sum of both on the device.
 
     Attributes:
@@ -111,32 +115,32 @@ class _Tide:
         stays: the labels of what is not given back.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], on_cpu: bool) -> None:
+    def __init__(self, stretches: Sequence[ActivationStretch], on_cpu: bool) -> None:
         self.peak = 0
         self.highest: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
         self._stretches = stretches
-        self._ahead: deque[Stretch] = deque()
+        self._ahead: deque[ActivationStretch] = deque()
         self.stays = ("gradients",) if on_cpu else ()
         self._live = self._unpacked = 0
-        self._begun: Compute | None = None
+        self._begun: ComputePass | None = None
 
     def walk(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            if self._begun is not None and not (isinstance(move, Take) and move.buffer.label == "gradients"):
+            if self._begun is not None and not (isinstance(move, AllocateBuffer) and move.buffer.label == "gradients"):
                 self._compute(self._begun)
                 self._begun = None
-            if isinstance(move, Compute):
+            if isinstance(move, ComputePass):
                 self._begun = move
-            elif isinstance(move, Take):
+            elif isinstance(move, AllocateBuffer):
                 self._take(move.buffer, move.count)
-            elif isinstance(move, Give):
+            elif isinstance(move, FreeBuffer):
                 self._give(move.buffer, move.count)
-            elif isinstance(move, Launch):
+            elif isinstance(move, LaunchReduction):
                 self._unpacked = 0
         self._play_all()
 
-    def _compute(self, move: Compute) -> None:
+    def _compute(self, move: ComputePass) -> None:
         """Walk through what of the root's runs before the unit's forward or backward, and that."""
         self._unpacked = 0
         if not move.unit and not move.backward:  # a pass begins
@@ -152,12 +156,12 @@ class _Tide:
         while self._ahead:
             self._play(self._ahead.popleft())
 
-    def _play(self, stretch: Stretch) -> None:
+    def _play(self, stretch: ActivationStretch) -> None:
         self._reach(stretch.peak_bytes)
         self._live += stretch.left_bytes
         self._unpacked = stretch.gradient_bytes
 
-    def _take(self, buffer: Buffer, count: int) -> None:
+    def _take(self, buffer: StepBuffer, count: int) -> None:
         if self._ahead and not self._ahead[0].unit and not self._ahead[0].backward:  # the root's, behind the blocks
             self._play(self._ahead.popleft())
         if buffer.memory is Memory.DEVICE and buffer.pool is None:
@@ -165,7 +169,7 @@ class _Tide:
             self.highest[buffer.label] = max(self.highest[buffer.label], self._now[buffer.label])
         self._reach(0)
 
-    def _give(self, buffer: Buffer, count: int) -> None:
+    def _give(self, buffer: StepBuffer, count: int) -> None:
         if buffer.memory is Memory.DEVICE and buffer.pool is None:
             self._now[buffer.label] -= count * buffer.nbytes
 
@@ -174,14 +178,14 @@ class _Tide:
         self.peak = max(self.peak, taken + self._live + self._unpacked + more)
 
 
-def _here(stretches: Sequence[Stretch], run: Run) -> tuple[Stretch, ...]:
+def _divide_stretches(stretches: Sequence[ActivationStretch], run: TrainingRun) -> tuple[ActivationStretch, ...]:
     """Return the stretches as one of the tensor and sequence ranks has them."""
     t, q = run.mesh.tensor, run.mesh.sequence
     if t * q == 1:
         return tuple(stretches)
     blocks = (10 + 24 / t) / 34
 
-    def cut(stretch: Stretch) -> Stretch:
+    def cut(stretch: ActivationStretch) -> ActivationStretch:
         share = (blocks if stretch.unit else 1) / q
         return replace(
             stretch,
@@ -193,7 +197,7 @@ def _here(stretches: Sequence[Stretch], run: Run) -> tuple[Stretch, ...]:
     return tuple(map(cut, stretches))
 
 
-def _moved(stretches: Sequence[Stretch], share: float) -> tuple[Stretch, ...]:
+def _offload_stretches(stretches: Sequence[ActivationStretch], share: float) -> tuple[ActivationStretch, ...]:
     """Return the stretches where a ``share`` of what recomputation keeps stays on the device."""
     inputs: Counter[int] = Counter()
     for stretch in stretches:
@@ -210,7 +214,7 @@ def _moved(stretches: Sequence[Stretch], share: float) -> tuple[Stretch, ...]:
     return tuple(moved)
 
 
-def _staged(stretches: Sequence[Stretch], run: Run, rank: int) -> int:
+def _pipeline_activation_bytes(stretches: Sequence[ActivationStretch], run: TrainingRun, rank: int) -> int:
     """Return the activations of a pipeline's rank: those of the micro-batches under way, and the most of one unit."""
     ranks, first = run.mesh.pipe, stretches[0]  # the first is the root's before the blocks: what the first of them gets
     kept = [s.left_bytes for s in stretches if s.unit and not s.backward]

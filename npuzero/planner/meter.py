@@ -26,7 +26,7 @@ _NO_FORWARD = 2**63
 
 
 @dataclass
-class Span:
+class UnitSpan:
     """Count a stretch of a pass that is one unit's.
 
     Attributes:
@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass
-class Live:
+class LiveStorages:
     """Count the bytes of storages that live, beside those that it was told to pass over."""
 
     now_bytes: int = 0
@@ -75,7 +75,7 @@ class Live:
         self.known.pop(key, None)
 
 
-class Meter(TorchDispatchMode):
+class OpMeter(TorchDispatchMode):
     """Count each op that runs under it, by unit and direction.
 
     Args:
@@ -92,15 +92,15 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.around = around
-        self.spans: list[Span] = []
-        self.live = Live()
+        self.spans: list[UnitSpan] = []
+        self.live = LiveStorages()
         self._backward = False
         self._inside = [0]
         self._numbers, self._units = [0], [0]  # from which number on autograd's nodes are whose
         self._last = 0
         self.live.pass_over([*modules[0].parameters(), *modules[0].buffers()])
         for i, module in enumerate(modules[1:], 1):
-            _wrap(module, i, self, recompute)
+            _wrap_unit_forward(module, i, self, recompute)
 
     @contextmanager
     def inside(self, unit: int) -> Iterator[None]:
@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):
         for hook in hooks:
             hook.remove()
 
-    def finish(self) -> list[Span]:
+    def finish(self) -> list[UnitSpan]:
         """Return the spans, once nothing of the pass lives."""
         if self.spans:
             self.spans[-1].end_bytes = self.live.now_bytes
@@ -158,27 +158,27 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         answer = _ON_META.get(func.name()) if args and isinstance(args[0], Tensor) and args[0].is_meta else None
         out = (answer or func)(*args, **kwargs)
-        tensors = _tensors(out)
-        if not _free(func):
+        tensors = _tensor_leaves(out)
+        if not _launches_nothing(func):
             span.kernels += 1
-            products = _products(func)
+            products = _find_flops_formula(func)
             if products is not None:
                 span.flops += products(*args, **kwargs, out_val=out)
             else:
-                read = tensors if func.name() in _CHOOSE else _tensors((args, kwargs))
+                read = tensors if func.name() in _CHOOSE else _tensor_leaves((args, kwargs))
                 span.moved_bytes += sum(t.numel() * t.element_size() for t in (*read, *tensors))
             for tensor in tensors:
                 self.live.add(tensor)
             span.peak_bytes = max(span.peak_bytes, self.live.now_bytes)
         return out
 
-    def _span(self) -> Span:
+    def _span(self) -> UnitSpan:
         """Return the span that the next op is of."""
         unit, now = self._unit(), self.live.now_bytes
         if not self.spans or (self.spans[-1].unit, self.spans[-1].backward) != (unit, self._backward):
             if self.spans:
                 self.spans[-1].end_bytes = now
-            self.spans.append(Span(unit, self._backward, now, now, now))
+            self.spans.append(UnitSpan(unit, self._backward, now, now, now))
         return self.spans[-1]
 
     def _unit(self) -> int:
@@ -192,7 +192,7 @@ class Meter(TorchDispatchMode):
         return self._last
 
 
-def _wrap(module: nn.Module, unit: int, meter: Meter, recompute: bool) -> None:
+def _wrap_unit_forward(module: nn.Module, unit: int, meter: OpMeter, recompute: bool) -> None:
     forward = module.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -205,12 +205,12 @@ def _wrap(module: nn.Module, unit: int, meter: Meter, recompute: bool) -> None:
     module.forward = checkpointed if recompute else counted
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @cache
-def _free(func: Any) -> bool:
+def _launches_nothing(func: Any) -> bool:
     """Return whether an op launches nothing: a view, or a question."""
     return bool(func.is_view) or func.name() in _NOTHING
 
@@ -221,7 +221,7 @@ _QUESTION = "aten::_local_scalar_dense"
 _NOTHING = ("aten::detach", _QUESTION, "aten::_unsafe_view")
 
 
-def _answer(tensor: Tensor) -> bool | int | float:
+def _answer_meta_read(tensor: Tensor) -> bool | int | float:
     """Answer what a model asks of data that meta has not: a batch is one sequence a row, with nothing masked."""
     return True if tensor.dtype is torch.bool else 0
 
@@ -232,37 +232,39 @@ def _grouped_out(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-_ON_META: dict[str, Callable[..., Any]] = {_QUESTION: _answer, "aten::_grouped_mm": _grouped_out}
+_ON_META: dict[str, Callable[..., Any]] = {_QUESTION: _answer_meta_read, "aten::_grouped_mm": _grouped_out}
 
 
 @cache
-def _products(func: Any) -> Callable[..., float] | None:
+def _find_flops_formula(func: Any) -> Callable[..., float] | None:
     """Return the formula of an op's FLOPs, where it is of matrix products."""
     name = func.name()
     if "grouped_mm" in name:
-        return _grouped_backward if name.endswith("backward") else _grouped
+        return _grouped_backward_flops if name.endswith("backward") else _grouped_mm_flops
     if name.endswith("flash_attention_for_cpu"):
-        return _attention
+        return _attention_flops
     if name.endswith("flash_attention_for_cpu_backward"):
-        return _attention_backward
+        return _attention_backward_flops
     formula: Callable[..., float] | None = flop_registry.get(func.overloadpacket)
     return formula
 
 
-def _grouped(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
+def _grouped_mm_flops(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
     """Return the FLOPs of grouped products: each row meets the matrix of its group alone."""
     return 2.0 * rows.numel() * matrices.shape[-1]
 
 
-def _grouped_backward(gradient: Tensor, rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
-    return 2 * _grouped(rows, matrices)
+def _grouped_backward_flops(gradient: Tensor, rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
+    return 2 * _grouped_mm_flops(rows, matrices)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
     """Return the FLOPs of scores and of what they weigh, [B, H, T, K] each, masked ones among them."""
     return 2.0 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> float:
+def _attention_backward_flops(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+) -> float:
     """Return twice those of forward; that kernels compute the scores again is not counted."""
-    return 2 * _attention(query, key, value)
+    return 2 * _attention_flops(query, key, value)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import AXES, ENDS, PIPE, SEQUENCE, TENSOR, Axes, MeshShape, ring_bytes
 from npuzero.plan.moves import Move
-from npuzero.plan.predict import collectives
+from npuzero.plan.predict import iter_collectives
 from npuzero.planner.cluster import Cluster
 
 #: How often a verb's ring goes around, less one step.
@@ -32,7 +32,7 @@ VERBS = (*_ROUNDS, "all_to_all", "send")
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupPlacement:
     """Describe where the ranks of a group are.
 
     Attributes:
@@ -48,7 +48,7 @@ class Group:
         return math.ceil(self.size / self.within)
 
 
-def group_of(cluster: Cluster, mesh: MeshShape, axes: Axes) -> Group:
+def find_group_placement(cluster: Cluster, mesh: MeshShape, axes: Axes) -> GroupPlacement:
     """Return how the ranks along ``axes`` lie on nodes, which have ranks in their order, ``cluster.local`` each.
 
     Example::
@@ -62,12 +62,12 @@ def group_of(cluster: Cluster, mesh: MeshShape, axes: Axes) -> Group:
     """
     size = mesh.size(axes)
     if mesh.world <= cluster.local:
-        return Group(size, size)
+        return GroupPlacement(size, size)
     within = 1
     for axis, n in mesh.sizes(axes).items():
         stride = _stride(mesh, axis)
         within *= max(1, math.gcd(stride * n, cluster.local) // stride)
-    return Group(size, min(size, within))
+    return GroupPlacement(size, min(size, within))
 
 
 def _stride(mesh: MeshShape, axis: str) -> int:
@@ -91,8 +91,8 @@ def collective_bytes(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, n
     Raises:
         ConfigError: an unknown verb.
     """
-    _check(verb)
-    group = group_of(cluster, mesh, axes)
+    _check_verb(verb)
+    group = find_group_placement(cluster, mesh, axes)
     total = ring_bytes(verb, nbytes, group.size) if group.size > 1 else 0
     if group.nodes == 1 or not total:
         between = 0
@@ -125,8 +125,8 @@ def collective_s(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, nbyte
         mesh = MeshShape(node=8, local=8)
         print(collective_s(Cluster.named("64xa100-80g"), mesh, "all_gather", ("node", "local"), 1 << 30))
     """
-    _check(verb)
-    group = group_of(cluster, mesh, axes)
+    _check_verb(verb)
+    group = find_group_placement(cluster, mesh, axes)
     if group.size == 1:
         return 0.0
     sent = collective_bytes(cluster, mesh, verb, axes, nbytes)
@@ -136,14 +136,14 @@ def collective_s(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, nbyte
     return seconds
 
 
-def step_bytes(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move]) -> dict[str, int]:
+def step_bytes_by_level(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move]) -> dict[str, int]:
     """Return the bytes that one rank sends in a step, by level, the engine's own among them.
 
     Args:
         moves: the step: :func:`npuzero.plan.steady_step`.
     """
     levels = {"local": 0, "node": 0}
-    for collective, times in collectives(moves):
+    for collective, times in iter_collectives(moves):
         for level, n in collective_bytes(cluster, mesh, collective.verb, collective.axes, collective.nbytes).items():
             levels[level] += times * n
     return levels
@@ -157,7 +157,7 @@ def level_bytes(along: Mapping[str, Mapping[str, int]], mesh: MeshShape, cluster
     """
     levels = {"local": 0, "node": 0}
     for axis, verbs in along.items():
-        group = group_of(cluster, mesh, (axis,))
+        group = find_group_placement(cluster, mesh, (axis,))
         for nbytes in verbs.values():
             between = -(-nbytes // group.within) if group.nodes > 1 else 0
             levels["node"] += between
@@ -165,7 +165,7 @@ def level_bytes(along: Mapping[str, Mapping[str, int]], mesh: MeshShape, cluster
     return levels
 
 
-def _check(verb: str) -> None:
+def _check_verb(verb: str) -> None:
     if verb not in VERBS:
         raise ConfigError(
             f"collective {verb!r}",
@@ -175,7 +175,7 @@ def _check(verb: str) -> None:
         )
 
 
-def _latency_s(cluster: Cluster, verb: str, group: Group) -> float:
+def _latency_s(cluster: Cluster, verb: str, group: GroupPlacement) -> float:
     """Return the latency of the messages that wait for each other."""
     local, node = (cluster.links[level].latency_s if level in cluster.links else 0.0 for level in ("local", "node"))
     if verb == "send":
@@ -196,7 +196,7 @@ def _busy_s(cluster: Cluster, sent: Mapping[str, int], ranks: int) -> float:
     return seconds
 
 
-def _tree_s(cluster: Cluster, verb: str, group: Group, nbytes: int) -> float:
+def _tree_s(cluster: Cluster, verb: str, group: GroupPlacement, nbytes: int) -> float:
     """Return the seconds of a binary tree over the nodes, and a chain on each, in which chunks follow each other."""
     rounds = _TREES[verb]
     depth = math.ceil(math.log2(group.nodes)), min(group.within, group.size) - 1

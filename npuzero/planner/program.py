@@ -10,17 +10,28 @@ from functools import cached_property
 import torch
 
 from npuzero.plan import Axes, MeshShape, Plan
-from npuzero.plan.flats import Kind
-from npuzero.plan.moves import Collective, Compute, Copy, Launch, Move, Purpose, Repeat, Start, Update, Wait
+from npuzero.plan.flats import FlatKind
+from npuzero.plan.moves import (
+    CollectivePurpose,
+    ComputePass,
+    CopyBytes,
+    HostUpdate,
+    LaunchReduction,
+    Move,
+    PlannedCollective,
+    RepeatMoves,
+    StartCollective,
+    WaitCollective,
+)
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
-from npuzero.plan.schedule import Step as Schedule
+from npuzero.plan.schedule import StepSpec as Schedule
 from npuzero.plan.tiers import RING_SLOTS
-from npuzero.plan.units import Unit, units_of
+from npuzero.plan.units import PlannedUnit, build_planned_units
 from npuzero.planner import lanes
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.network import collective_s
-from npuzero.planner.rates import elementwise_s, link_of, update_bytes
-from npuzero.planner.steady import Steady
+from npuzero.planner.rates import elementwise_s, find_link_name, update_bytes
+from npuzero.planner.steady import SteadyStep
 
 _FP32 = torch.float32.itemsize
 #: The link of a cluster that each copy goes over.
@@ -33,7 +44,7 @@ Totals = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """Hold the steps of a rank: before the micro-batches that are like each other, of one of these, and after them.
 
     Attributes:
@@ -46,22 +57,22 @@ class Program:
     added: tuple[float, ...]
 
     @staticmethod
-    def of(steady: Steady, cluster: Cluster) -> Program:
+    def of(steady: SteadyStep, cluster: Cluster) -> StepProgram:
         """Return the program of a steady step."""
         moves = steady.moves
-        units = units_of(steady.flats, steady.plan, steady.mesh)
-        writer = _Writer(cluster, steady.mesh, steady.plan, units, steady.step)
-        at = next((i for i, move in enumerate(moves) if isinstance(move, Repeat) and _computes(move)), -1)
-        last = next((i for i in range(len(moves), 0, -1) if _before_update(moves[i - 1])), 0)
+        units = build_planned_units(steady.flats, steady.plan, steady.mesh)
+        writer = _ProgramWriter(cluster, steady.mesh, steady.plan, units, steady.step)
+        at = next((i for i, move in enumerate(moves) if isinstance(move, RepeatMoves) and _has_compute(move)), -1)
+        last = next((i for i in range(len(moves), 0, -1) if _precedes_update(moves[i - 1])), 0)
         done = (*writer.steps(moves[max(at + 1, 0) : last]), *writer.update(), *writer.steps(moves[last:]))
         alike = moves[at] if at >= 0 else None
-        if not isinstance(alike, Repeat):
-            return Program((), (), done, writer.added())
-        return Program(tuple(writer.steps(moves[:at])), tuple(writer.steps(alike.moves)), done, writer.added())
+        if not isinstance(alike, RepeatMoves):
+            return StepProgram((), (), done, writer.added())
+        return StepProgram(tuple(writer.steps(moves[:at])), tuple(writer.steps(alike.moves)), done, writer.added())
 
     @cached_property
     def _totals(self) -> tuple[Totals, Totals]:
-        return totals_of((*self.begin, *self.end)), totals_of(self.middle)
+        return sum_lane_seconds((*self.begin, *self.end)), sum_lane_seconds(self.middle)
 
     def totals(self, micro_batches: int) -> Totals:
         """Return the seconds of a step of so many micro-batches, waits and contention left out."""
@@ -72,52 +83,56 @@ class Program:
 
     def steps(self, micro_batches: int) -> tuple[lanes.Step, ...]:
         """Return the steps with so many micro-batches: one alone, or two and more."""
-        middle = (lanes.Loop(micro_batches - 2, self.middle),) if self.middle else ()
+        middle = (lanes.RepeatSteps(micro_batches - 2, self.middle),) if self.middle else ()
         return (*self.begin, *middle, *self.end)
 
 
-def _computes(repeat: Repeat) -> bool:
-    return any(isinstance(move, Compute) for move in repeat.moves)
+def _has_compute(repeat: RepeatMoves) -> bool:
+    return any(isinstance(move, ComputePass) for move in repeat.moves)
 
 
-def _before_update(move: Move) -> bool:
+def _precedes_update(move: Move) -> bool:
     """Tell whether the update comes after ``move``: the last such one is the last of the gradients."""
-    if isinstance(move, Start):
-        return move.collective.purpose not in (Purpose.GATHER, Purpose.RESTORE)
-    if isinstance(move, Wait):
-        return move.purpose not in (Purpose.GATHER, Purpose.RESTORE)
-    return isinstance(move, (Compute, Launch)) or (isinstance(move, Repeat) and _computes(move))
+    if isinstance(move, StartCollective):
+        return move.collective.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
+    if isinstance(move, WaitCollective):
+        return move.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
+    return isinstance(move, (ComputePass, LaunchReduction)) or (isinstance(move, RepeatMoves) and _has_compute(move))
 
 
 @dataclass
-class _Writer:
+class _ProgramWriter:
     """Write moves as steps of lanes, with how long each takes."""
 
     cluster: Cluster
     mesh: MeshShape
     plan: Plan
-    units: Sequence[Unit]
+    units: Sequence[PlannedUnit]
     step: Schedule
-    _known: dict[tuple[Purpose, str, Axes, int], tuple[str, str, float, float]] = field(default_factory=dict)
+    _known: dict[tuple[CollectivePurpose, str, Axes, int], tuple[str, str, float, float]] = field(default_factory=dict)
 
     def steps(self, moves: Iterable[Move]) -> list[lanes.Step]:
         """Return the steps of ``moves``; what takes no time is left out."""
         steps: list[lanes.Step] = []
         for move in moves:
-            if isinstance(move, Start):
+            if isinstance(move, StartCollective):
                 self._start(move.collective, move.count, steps)
-            elif isinstance(move, Wait):
-                steps.append(lanes.Await(_key(move.purpose, move.unit), move.count, move.purpose.value, move.unit))
-            elif isinstance(move, Launch):
+            elif isinstance(move, WaitCollective):
+                steps.append(
+                    lanes.AwaitCollectives(
+                        _collective_key(move.purpose, move.unit), move.count, move.purpose.value, move.unit
+                    )
+                )
+            elif isinstance(move, LaunchReduction):
                 self._elementwise(self._rounded[move.unit], steps)
-            elif isinstance(move, Compute):
+            elif isinstance(move, ComputePass):
                 steps += () if move.backward else self._settled[move.unit]
-                steps.append(lanes.Act(move.unit, move.backward))
-            elif isinstance(move, Copy):
+                steps.append(lanes.UnitPass(move.unit, move.backward))
+            elif isinstance(move, CopyBytes):
                 seconds = move.count * self._copy_s(move.link, move.nbytes)
-                steps.append(lanes.Transfer(move.link, seconds, move.link in (TO_DEVICE, FROM_DISK)))
-            elif isinstance(move, Repeat):
-                steps.append(self._chunks(move) or lanes.Loop(move.times, tuple(self.steps(move.moves))))
+                steps.append(lanes.MemoryTransfer(move.link, seconds, move.link in (TO_DEVICE, FROM_DISK)))
+            elif isinstance(move, RepeatMoves):
+                steps.append(self._chunks(move) or lanes.RepeatSteps(move.times, tuple(self.steps(move.moves))))
         return steps
 
     def update(self) -> list[lanes.Step]:
@@ -129,9 +144,9 @@ class _Writer:
             for unit in self.units
             for kind, count in unit.trainable
         )
-        settled: list[lanes.Step] = [lanes.Settle(None)] if self.plan.lag else []
+        settled: list[lanes.Step] = [lanes.AwaitChunks(None)] if self.plan.lag else []
         device = self.cluster.device
-        return [*settled, *([lanes.Work("update", elementwise_s(device, nbytes))] if nbytes else [])]
+        return [*settled, *([lanes.DeviceWork("update", elementwise_s(device, nbytes))] if nbytes else [])]
 
     def added(self) -> tuple[float, ...]:
         """Return by unit the bytes that bring a pass's gradients where they are sent from, or added up."""
@@ -164,34 +179,36 @@ class _Writer:
         for unit in self.units:
             far = sum(kind.far * count for kind, count in unit.trainable)
             numel += far
-            settled.append((lanes.Settle(numel),) if far and beside else ())
+            settled.append((lanes.AwaitChunks(numel),) if far and beside else ())
         return settled
 
-    def _start(self, collective: Collective, count: int, steps: list[lanes.Step]) -> None:
+    def _start(self, collective: PlannedCollective, count: int, steps: list[lanes.Step]) -> None:
         """Add ``count`` collectives to the steps, and the device's work beside them; those in a row are one."""
         alike = collective.purpose, collective.verb, collective.axes, collective.nbytes
         if alike not in self._known:
             self._known[alike] = self._sent(collective)
         lane, link, seconds, beside_s = self._known[alike]
         if beside_s:
-            steps.append(lanes.Work("element-wise", count * beside_s))
-        key = _key(collective.purpose, collective.unit)
+            steps.append(lanes.DeviceWork("element-wise", count * beside_s))
+        key = _collective_key(collective.purpose, collective.unit)
         last = steps[-1] if steps else None
-        if isinstance(last, lanes.Send) and (last.key, last.lane, last.link) == (key, lane, link):
+        if isinstance(last, lanes.LaneCollective) and (last.key, last.lane, last.link) == (key, lane, link):
             steps[-1] = last._replace(seconds=last.seconds + count * seconds, times=last.times + count)
         else:
-            steps.append(lanes.Send(lane, link, key, count * seconds, count, collective.purpose.value, collective.unit))
+            steps.append(
+                lanes.LaneCollective(lane, link, key, count * seconds, count, collective.purpose.value, collective.unit)
+            )
 
-    def _sent(self, collective: Collective) -> tuple[str, str, float, float]:
+    def _sent(self, collective: PlannedCollective) -> tuple[str, str, float, float]:
         """Return the lane, the link and the seconds of a collective, and those of the device's work beside it."""
         axes, channel = collective.axes, collective.purpose.channel
         everywhere = channel == "control" or collective.size >= self.mesh.data
         lane = channel if everywhere else f"{channel} over {'+'.join(self.mesh.sizes(axes))}"
         seconds = collective_s(self.cluster, self.mesh, collective.verb, axes, collective.nbytes)
         beside_s = elementwise_s(self.cluster.device, self._received(collective))
-        return lane, link_of(self.cluster, self.mesh, axes), seconds, beside_s
+        return lane, find_link_name(self.cluster, self.mesh, axes), seconds, beside_s
 
-    def _received(self, collective: Collective) -> float:
+    def _received(self, collective: PlannedCollective) -> float:
         """Return the bytes that a rank reads and writes beside a collective: codes of a thin wire, and what they stand
         for; sums that are added to what is there.
         """
@@ -200,7 +217,7 @@ class _Writer:
             bits = next((level.bits for axis in collective.axes if (level := precision.level_of(axis)).bits), 8)
             numel = collective.nbytes * 8 / bits
             return numel * _FP32 + 2 * collective.nbytes + 2 * _FP32 * numel / collective.size
-        if collective.purpose is Purpose.GATHER and precision.gather_bits:
+        if collective.purpose is CollectivePurpose.GATHER and precision.gather_bits:
             itemsize = precision.parameter_of(torch.float32).itemsize
             numel = collective.nbytes * 8 / precision.gather_bits
             return itemsize * numel / collective.size + 2 * collective.nbytes + itemsize * numel
@@ -211,38 +228,38 @@ class _Writer:
 
     def _elementwise(self, nbytes: float, steps: list[lanes.Step]) -> None:
         if nbytes:
-            steps.append(lanes.Work("element-wise", elementwise_s(self.cluster.device, nbytes)))
+            steps.append(lanes.DeviceWork("element-wise", elementwise_s(self.cluster.device, nbytes)))
 
     def _copy_s(self, link: str, nbytes: int) -> float:
         way = self.cluster.links[_LINKS[link]]
         return way.latency_s + nbytes / way.bytes_per_s
 
-    def _chunks(self, repeat: Repeat) -> lanes.Chunks | None:
+    def _chunks(self, repeat: RepeatMoves) -> lanes.ChunkPipeline | None:
         """Return the update of equal chunks; None: it repeats something else."""
-        numel = sum(move.numel for move in repeat.moves if isinstance(move, Update))
+        numel = sum(move.numel for move in repeat.moves if isinstance(move, HostUpdate))
         if not numel:
             return None
         kind = next(kind for unit in self.units for kind, _ in unit.trainable if kind.far)
         stages = []
         for move in repeat.moves:
-            if isinstance(move, Copy):
+            if isinstance(move, CopyBytes):
                 stages.append((move.link, self._copy_s(move.link, move.nbytes)))
-            elif isinstance(move, Update):
+            elif isinstance(move, HostUpdate):
                 stages.append(("update", self._far_update_s(kind, numel)))
-        return lanes.Chunks(repeat.times, RING_SLOTS, tuple(stages), numel)
+        return lanes.ChunkPipeline(repeat.times, RING_SLOTS, tuple(stages), numel)
 
-    def _far_update_s(self, kind: Kind, numel: int) -> float:
+    def _far_update_s(self, kind: FlatKind, numel: int) -> float:
         """Return the seconds of the update of elements that are on the host, by it or by the device from there."""
         nbytes = numel * update_bytes(kind.plan.precision, kind.dtype, self.step.moments, clip=False)
         return nbytes / (self.cluster.links["host"].bytes_per_s if self.step.on_device else _HOST_BYTES_PER_S)
 
 
-def _key(purpose: Purpose, unit: int) -> int:
+def _collective_key(purpose: CollectivePurpose, unit: int) -> int:
     """Return a number by which collectives of a unit and purpose are awaited."""
     return _COUNT * unit + _PURPOSES[purpose]
 
 
-_PURPOSES = {purpose: i for i, purpose in enumerate(Purpose)}
+_PURPOSES = {purpose: i for i, purpose in enumerate(CollectivePurpose)}
 _COUNT = len(_PURPOSES)
 
 
@@ -251,21 +268,21 @@ def unit_name(index: int) -> str:
     return f"blocks.{index - 1}" if index else "root"
 
 
-def totals_of(steps: Iterable[lanes.Step]) -> Totals:
+def sum_lane_seconds(steps: Iterable[lanes.Step]) -> Totals:
     """Return the seconds of steps by what they keep busy; those of acts are in nobody's books here."""
     totals: Totals = defaultdict(float)
     for step in steps:
-        if isinstance(step, lanes.Loop):
-            for key, seconds in totals_of(step.steps).items():
+        if isinstance(step, lanes.RepeatSteps):
+            for key, seconds in sum_lane_seconds(step.steps).items():
                 totals[key] += step.times * seconds
-        elif isinstance(step, lanes.Send):
+        elif isinstance(step, lanes.LaneCollective):
             totals["lane", step.lane] += step.seconds
             totals["link", step.link] += step.seconds
-        elif isinstance(step, lanes.Work):
+        elif isinstance(step, lanes.DeviceWork):
             totals["work", step.kind] += step.seconds
-        elif isinstance(step, lanes.Transfer):
+        elif isinstance(step, lanes.MemoryTransfer):
             totals["lane", step.lane] += step.seconds
-        elif isinstance(step, lanes.Chunks):
+        elif isinstance(step, lanes.ChunkPipeline):
             for lane, seconds in step.stages:
                 totals["lane", lane] += step.times * seconds
     return totals

@@ -20,7 +20,7 @@ from npuzero.plan import DATA, ENDS, PIPE, TENSOR, MeshShape
 from npuzero.planner import lanes
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.network import collective_s
-from npuzero.planner.rates import elementwise_s, link_of, products_s
+from npuzero.planner.rates import elementwise_s, find_link_name, products_s
 
 _FOLDER = Path(__file__).with_name("tables")
 _ITEM = 2  # bytes of an element of parameters, activations and gradients in all of these runs
@@ -28,7 +28,7 @@ _REDUCE, _RESTORE = "reduce", "restore"
 
 
 @dataclass(frozen=True)
-class System:
+class TrainingSystem:
     """Describe how a system trains.
 
     Attributes:
@@ -71,7 +71,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """Describe one published run.
 
     Attributes:
@@ -118,7 +118,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """Hold one table.
 
     Attributes:
@@ -133,8 +133,8 @@ class Table:
     unit: str
     source: str
     cluster: Cluster
-    system: System
-    rows: tuple[Row, ...]
+    system: TrainingSystem
+    rows: tuple[PublishedRun, ...]
     missing: Mapping[str, str]
 
     @staticmethod
@@ -143,7 +143,7 @@ class Table:
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @classmethod
-    def named(cls, name: str) -> Table:
+    def named(cls, name: str) -> PublishedTable:
         """Return a table by its name.
 
         Raises:
@@ -166,33 +166,33 @@ class Table:
             data["name"],
             data["unit"],
             data["source"],
-            _cluster(data["cluster"]),
-            System(**data["system"]),
-            tuple(Row(**{**data["usual"], **row}) for row in data["rows"]),
+            _adjust_cluster_links(data["cluster"]),
+            TrainingSystem(**data["system"]),
+            tuple(PublishedRun(**{**data["usual"], **row}) for row in data["rows"]),
             data["missing"],
         )
 
     @property
-    def judged(self) -> tuple[Row, ...]:
+    def judged(self) -> tuple[PublishedRun, ...]:
         """Return the rows with which nothing is wrong."""
         return tuple(row for row in self.rows if not row.doubt)
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> PublishedRun:
         """Return a row by its name."""
         return next(row for row in self.rows if row.name == name)
 
-    def predict(self, row: Row) -> float:
+    def predict(self, row: PublishedRun) -> float:
         """Return what the clock says of a row, in the table's unit."""
         step_s = self.step_s(row)
         if self.unit == "TFLOPS":
-            return flops(row) / step_s / row.ranks / 1e12
+            return count_published_flops(row) / step_s / row.ranks / 1e12
         return row.tokens / step_s / row.ranks
 
     def errors(self) -> dict[str, float]:
         """Return by row how far the clock is from what was published, as a part of that; doubtful rows left out."""
         return {row.name: self.predict(row) / row.published - 1 for row in self.judged}
 
-    def calibrated(self, name: str) -> Table:
+    def calibrated(self, name: str) -> PublishedTable:
         """Return the table on a cluster whose devices sustain as much as makes one row, ``name``, come out right."""
         row, low, high = self.row(name), 0.1, 1.0
         for _ in range(40):
@@ -201,17 +201,17 @@ class Table:
             low, high = (sustained, high) if table.predict(row) < row.published else (low, sustained)
         return self.sustaining(low)
 
-    def sustaining(self, sustained: float) -> Table:
+    def sustaining(self, sustained: float) -> PublishedTable:
         """Return the table on devices that sustain another part of their peak."""
         device = replace(self.cluster.device, sustained=sustained)
         return replace(self, cluster=replace(self.cluster, device=device))
 
-    def step_s(self, row: Row) -> float:
+    def step_s(self, row: PublishedRun) -> float:
         """Return the seconds of a step."""
-        return _Run(self.system, row, self.cluster.with_ranks(row.ranks)).step_s()
+        return _RunTiming(self.system, row, self.cluster.with_ranks(row.ranks)).step_s()
 
 
-def flops(row: Row) -> float:
+def count_published_flops(row: PublishedRun) -> float:
     """Return the FLOPs of a step of all ranks as Narayanan et al. count them (arXiv:2104.04473, equation 3): 96 with
     recomputation, 72 without.
     """
@@ -220,7 +220,7 @@ def flops(row: Row) -> float:
     return times * row.tokens * layers * h * h * (1 + s / (6 * h) + row.vocabulary / (16 * layers * h))
 
 
-def _cluster(data: Mapping[str, Any]) -> Cluster:
+def _adjust_cluster_links(data: Mapping[str, Any]) -> Cluster:
     cluster = Cluster.named(data["name"])
     for level, rate in data.get("links", {}).items():
         cluster = cluster.with_link(level, bytes_per_s=rate)
@@ -228,11 +228,11 @@ def _cluster(data: Mapping[str, Any]) -> Cluster:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunTiming:
     """Time a step of a row."""
 
-    system: System
-    row: Row
+    system: TrainingSystem
+    row: PublishedRun
     cluster: Cluster
 
     def step_s(self) -> float:
@@ -329,21 +329,21 @@ class _Run:
         root_forward, root_backward = self._root_s()
         acts = [((root_forward, 0.0), (root_backward, 0.0))]
         acts += [((scale * forward, 0.0), (scale * backward, 0.0))] * layers
-        player = lanes.Player(acts, self.cluster.contention)
+        player = lanes.ProgramPlayer(acts, self.cluster.contention)
         player.play(list(self._steps(layers, scale)))
         return player.now
 
     def _steps(self, layers: int, scale: float) -> Iterator[lanes.Step]:
         row, system, device = self.row, self.system, self.cluster.device
         units = range(1, layers + 1)
-        yield from (lanes.Act(unit, False) for unit in (*units, 0))
-        yield lanes.Work("exchange", self._exchange_s())
+        yield from (lanes.UnitPass(unit, False) for unit in (*units, 0))
+        yield lanes.DeviceWork("exchange", self._exchange_s())
         sizes = [self._root_numel(), *[scale * self._layer_numel()] * layers]
         # An embedding has its gradient last, the head first: what is around the layers is full with the last of them.
         order, filled, started = (0, *reversed(units)), 0.0, 0
         late: list[lanes.Step] = []
         for unit in order:
-            yield lanes.Act(unit, True)
+            yield lanes.UnitPass(unit, True)
             filled += sizes[unit]
             while filled >= row.bucket or (unit == 1 and filled > 0):
                 numel = min(filled, row.bucket)
@@ -355,19 +355,19 @@ class _Run:
                 else:
                     late.append(send)
         total = sum(sizes)
-        yield lanes.Work("accumulate", elementwise_s(device, (system.accumulate + system.reduced) * total))
+        yield lanes.DeviceWork("accumulate", elementwise_s(device, (system.accumulate + system.reduced) * total))
         yield from late
         if row.pipe > 1:  # the embedding is the head's, too
             seconds = collective_s(self.cluster, self.mesh, "all_reduce", (ENDS,), int(self._root_numel()) * _ITEM)
-            yield lanes.Work("tied", seconds)
-        yield lanes.Await(_REDUCE, started, _REDUCE, 0)
-        yield lanes.Work("update", elementwise_s(device, system.update * total / row.owned))
+            yield lanes.DeviceWork("tied", seconds)
+        yield lanes.AwaitCollectives(_REDUCE, started, _REDUCE, 0)
+        yield lanes.DeviceWork("update", elementwise_s(device, system.update * total / row.owned))
         if system.owners and row.owned > 1:
             yield from self._broadcasts(total)
 
-    def _send(self, key: str, verb: str, numel: float) -> lanes.Send:
+    def _send(self, key: str, verb: str, numel: float) -> lanes.LaneCollective:
         seconds = collective_s(self.cluster, self.mesh, verb, DATA, int(numel) * _ITEM)
-        return lanes.Send(key, link_of(self.cluster, self.mesh, DATA), key, seconds, 1, key, 0)
+        return lanes.LaneCollective(key, find_link_name(self.cluster, self.mesh, DATA), key, seconds, 1, key, 0)
 
     def _broadcasts(self, numel: float) -> Iterator[lanes.Step]:
         """Yield a broadcast of each rank that owns any parameters."""
@@ -384,12 +384,12 @@ class _Run:
         if short and mesh.node > 1:
             quick = self.cluster.with_link("node", latency_s=system.vector_hop_s)
             seconds += short * collective_s(quick, mesh, "broadcast", axes, row.hidden * _ITEM)
-        link = link_of(self.cluster, mesh, axes)
-        yield lanes.Send(_RESTORE, link, _RESTORE, seconds, owners + short, _RESTORE, 0)
-        yield lanes.Await(_RESTORE, owners + short, _RESTORE, 0)
+        link = find_link_name(self.cluster, mesh, axes)
+        yield lanes.LaneCollective(_RESTORE, link, _RESTORE, seconds, owners + short, _RESTORE, 0)
+        yield lanes.AwaitCollectives(_RESTORE, owners + short, _RESTORE, 0)
 
 
-def ordered(errors: Sequence[tuple[float, float]], apart: float = 0.05) -> tuple[int, int]:
+def count_ordered_pairs(errors: Sequence[tuple[float, float]], apart: float = 0.05) -> tuple[int, int]:
     """Return of the pairs that differ by more than ``apart`` how many are in the right order, and how many there are.
 
     Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from npuzero.plan import Axes, MeshShape, Plan, Precision
-from npuzero.planner.cluster import Cluster, Device
-from npuzero.planner.network import group_of
+from npuzero.planner.cluster import Cluster, DeviceSpec
+from npuzero.planner.network import find_group_placement
 
 _FP32 = torch.float32.itemsize
 
 
-def products_s(device: Device, flops: float, dtype: str, tokens: float) -> float:
+def products_s(device: DeviceSpec, flops: float, dtype: str, tokens: float) -> float:
     """Return the seconds of matrix products over so many tokens: FLOPs over what the device sustains in training, and
     what it pays for few tokens as for many, where that was measured.
 
@@ -21,7 +21,7 @@ def products_s(device: Device, flops: float, dtype: str, tokens: float) -> float
     return flops / device.flops_per_s(dtype) * (1.0 + device.pace(dtype).ramp_tokens / tokens)
 
 
-def elementwise_s(device: Device, nbytes: float, dtype: str | None = None) -> float:
+def elementwise_s(device: DeviceSpec, nbytes: float, dtype: str | None = None) -> float:
     """Return the seconds of work that is as long as its bytes, read and written, take.
 
     Args:
@@ -30,15 +30,15 @@ def elementwise_s(device: Device, nbytes: float, dtype: str | None = None) -> fl
     return nbytes / (device.memory_bytes_per_s if dtype is None else device.pace(dtype).bytes_per_s)
 
 
-def dtype_of(plan: Plan) -> str:
+def find_compute_dtype(plan: Plan) -> str:
     """Return by name the dtype that products are computed in under ``plan``."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names.get(plan.precision.parameter_of(torch.float32), "fp32")
 
 
-def link_of(cluster: Cluster, mesh: MeshShape, axes: Axes) -> str:
+def find_link_name(cluster: Cluster, mesh: MeshShape, axes: Axes) -> str:
     """Return over which link ranks along ``axes`` reach each other: ``"local link"`` where all are of one node."""
-    return "node link" if group_of(cluster, mesh, axes).nodes > 1 else "local link"
+    return "node link" if find_group_placement(cluster, mesh, axes).nodes > 1 else "local link"
 
 
 def update_bytes(precision: Precision, parameter: torch.dtype, moments: int = 2, clip: bool = True) -> float:

@@ -11,7 +11,7 @@ from npuzero.planner.models import ModelShape
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Ask for a model to be trained on a cluster.
 
     Attributes:
@@ -32,7 +32,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """Describe one way to train.
 
     Attributes:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.parallel.tensor import MODES
-from npuzero.plan import DATA, LOCAL, OFFLOADS, PRESETS, SEQUENCED, Level, MeshShape, Placement, Plan, PrecisionLike
-from npuzero.planner.axes import Layers, divided, mesh_of, stage_of
+from npuzero.plan import DATA, LOCAL, OFFLOADS, PRESETS, SEQUENCED, MeshShape, Placement, Plan, PrecisionLike, WireLevel
+from npuzero.planner.axes import LayerTraffic, arrange_mesh, divide_model_shape, slowest_stage_shape
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.estimate import Estimate, Estimator, sharers_of, tokens_of
+from npuzero.planner.estimate import Estimate, Estimator, count_sequence_groups, count_step_tokens
 from npuzero.planner.models import ModelShape
-from npuzero.planner.run import Job, Run
-from npuzero.planner.stages import Staged
+from npuzero.planner.run import TrainingJob, TrainingRun
+from npuzero.planner.stages import StagedModel
 
 #: The part of a step's tokens that whole micro-batches may be more than was asked for.
 _MORE = 0.1
@@ -60,11 +60,11 @@ class Choices:
     spare: float = 0.05
 
 
-#: What tells two plans apart on the same ranks, by :func:`alike`.
+#: What tells two plans apart on the same ranks, by :func:`make_equivalence_key`.
 Key = tuple[object, ...]
 
 
-def alike(plan: Plan, mesh: MeshShape) -> Key:
+def make_equivalence_key(plan: Plan, mesh: MeshShape) -> Key:
     """Return what plans have in common that place a state alike on these ranks, and send alike.
 
     Over an axis of one rank nothing is divided, and nothing travels.
@@ -73,14 +73,14 @@ def alike(plan: Plan, mesh: MeshShape) -> Key:
     placements: tuple[Placement, ...] = tuple(
         replace(part, axes=tuple(mesh.sizes(part.axes))) for part in (plan.parts | within).values()
     )
-    levels: tuple[Level, ...] = tuple(map(plan.precision.level_of, mesh.sizes(DATA)))
+    levels: tuple[WireLevel, ...] = tuple(map(plan.precision.level_of, mesh.sizes(DATA)))
     gathers = plan.precision.gathers if mesh.size(plan.parameters.axes) > 1 else None
     facts = ("parameters", "plain_wire", "masters", "moments", "sums", "matmul")
     own = tuple(getattr(plan.precision, fact) for fact in facts)
     return placements, gathers, levels, own, plan.lag, mesh
 
 
-def over_axes(cluster: Cluster, choices: Choices) -> Choices:
+def choices_over_axes(cluster: Cluster, choices: Choices) -> Choices:
     """Return the choices with all sizes of the tensor, sequence and pipe axes that are powers of two: layers and
     sequences are divided within a node, as each layer waits for what travels there; stages over all ranks.
     """
@@ -88,28 +88,28 @@ def over_axes(cluster: Cluster, choices: Choices) -> Choices:
     return replace(choices, tensor=tuple(within), sequence=tuple(within), pipe=tuple(over))
 
 
-def arrangements(job: Job, choices: Choices) -> list[tuple[MeshShape, Job]]:
+def list_mesh_shapes(job: TrainingJob, choices: Choices) -> list[tuple[MeshShape, TrainingJob]]:
     """Return how the ranks may be arranged along the axes that are chosen among, each with the job whose model is
     divided so.
 
     Raises:
         ConfigError: none is possible; of the first of them, why not.
     """
-    found: list[tuple[MeshShape, Job]] = []
+    found: list[tuple[MeshShape, TrainingJob]] = []
     models: dict[int, ModelShape] = {}
     refusal: ConfigError | None = None
     sizes = itertools.product(choices.tensor, choices.sequence, choices.pipe)
     for tensor, sequence, pipe in sizes:
         try:
-            mesh = mesh_of(job.cluster.ranks, job.cluster.local, tensor=tensor, sequence=sequence, pipe=pipe)
+            mesh = arrange_mesh(job.cluster.ranks, job.cluster.local, tensor=tensor, sequence=sequence, pipe=pipe)
             if tensor not in models:
-                models[tensor] = divided(job.model, tensor, choices.mode)
-            _check_slices(job, tensor if MODES[choices.mode].sliced else 1, sequence)
-            Layers.of(models[tensor], mesh)
-            if stage_of(models[tensor], pipe) is not models[tensor]:
-                Staged.of(models[tensor], pipe, tensor=tensor)
-            batches(job, mesh, choices.micro_batches)
-            placements(job, choices, mesh)
+                models[tensor] = divide_model_shape(job.model, tensor, choices.mode)
+            _check_sequence_slices(job, tensor if MODES[choices.mode].sliced else 1, sequence)
+            LayerTraffic.of(models[tensor], mesh)
+            if slowest_stage_shape(models[tensor], pipe) is not models[tensor]:
+                StagedModel.of(models[tensor], pipe, tensor=tensor)
+            list_micro_batches(job, mesh, choices.micro_batches)
+            list_plan_placements(job, choices, mesh)
         except ConfigError as error:
             refusal = refusal or error
             continue
@@ -119,7 +119,7 @@ def arrangements(job: Job, choices: Choices) -> list[tuple[MeshShape, Job]]:
     return found
 
 
-def _check_slices(job: Job, tensor: int, sequence: int) -> None:
+def _check_sequence_slices(job: TrainingJob, tensor: int, sequence: int) -> None:
     """Check that ranks which have slices of sequences have equally long ones."""
     if job.sequence % (tensor * sequence):
         raise ConfigError(
@@ -130,7 +130,9 @@ def _check_slices(job: Job, tensor: int, sequence: int) -> None:
         )
 
 
-def placements(job: Job, choices: Choices, mesh: MeshShape | None = None) -> list[tuple[Plan, MeshShape]]:
+def list_plan_placements(
+    job: TrainingJob, choices: Choices, mesh: MeshShape | None = None
+) -> list[tuple[Plan, MeshShape]]:
     """Return the plans that the engine can follow on the cluster, each with its mesh; of those that come to the same
     the first.
 
@@ -143,21 +145,21 @@ def placements(job: Job, choices: Choices, mesh: MeshShape | None = None) -> lis
     found: dict[Key, tuple[Plan, MeshShape]] = {}
     refusal: ConfigError | None = None
     mesh = MeshShape(job.cluster.nodes, job.cluster.local) if mesh is None else mesh
-    for plan in _plans(choices, mesh.sequence > 1):
-        for size in _groups(plan, mesh, choices):
+    for plan in _iter_preset_plans(choices, mesh.sequence > 1):
+        for size in _iter_group_sizes(plan, mesh, choices):
             sized = replace(plan, local_size=size)
             try:
                 shape = sized.mesh_shape(mesh)
             except ConfigError as error:
                 refusal = error
                 continue
-            found.setdefault(alike(sized, shape), (sized, shape))
+            found.setdefault(make_equivalence_key(sized, shape), (sized, shape))
     if not found and refusal is not None:
         raise refusal
     return list(found.values())
 
 
-def _plans(choices: Choices, sequenced: bool = False) -> Iterator[Plan]:
+def _iter_preset_plans(choices: Choices, sequenced: bool = False) -> Iterator[Plan]:
     """Yield each preset in each precision, with each part of it off the device that may be.
 
     Args:
@@ -176,7 +178,7 @@ def _plans(choices: Choices, sequenced: bool = False) -> Iterator[Plan]:
                         yield plan.offloaded(offload)
 
 
-def _groups(plan: Plan, mesh: MeshShape, choices: Choices) -> Iterator[int | None]:
+def _iter_group_sizes(plan: Plan, mesh: MeshShape, choices: Choices) -> Iterator[int | None]:
     """Yield the sizes of groups of ranks that make a difference to a plan; None: a node's."""
     if not any(part.axes == (LOCAL,) for part in plan.parts.values()):
         yield None
@@ -188,7 +190,7 @@ def _groups(plan: Plan, mesh: MeshShape, choices: Choices) -> Iterator[int | Non
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Hold what a search found.
 
     Attributes:
@@ -207,9 +209,12 @@ class Found:
     timed: int
 
 
-def search(
-    job: Job, choices: Choices | None = None, every: bool = False, tell: Callable[[int, int], None] | None = None
-) -> Found:
+def search_runs(
+    job: TrainingJob,
+    choices: Choices | None = None,
+    every: bool = False,
+    tell: Callable[[int, int], None] | None = None,
+) -> SearchResult:
     """Return what fits, the fastest first, and what does not.
 
     Args:
@@ -222,15 +227,15 @@ def search(
         ConfigError: names or sizes that there are not; or fewer tokens of a step than one sequence for each rank.
     """
     choices = Choices() if choices is None else choices
-    looking = _Search(choices, every)
-    with _uncollected():
-        for mesh, divided_job in arrangements(job, choices):
+    looking = _RunSearch(choices, every)
+    with _pause_garbage_collection():
+        for mesh, divided_job in list_mesh_shapes(job, choices):
             looking.add(mesh, divided_job)
         return looking.found(tell or (lambda done, ways: None))
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Keep Python's collector of cycles from running: what a search makes has none, and each of the collector's runs
     through all of torch's objects takes as long as some ten plans.
     """
@@ -243,7 +248,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _Search:
+class _RunSearch:
     """Look at ways to train, those that might be fastest first: what cannot be is not timed, and what cannot be along
     further axes is not looked at.
     """
@@ -252,18 +257,18 @@ class _Search:
         self._choices = choices
         self._every = every
         self._estimators: dict[ModelShape, Estimator] = {}
-        self._ways: list[_Way] = []
+        self._ways: list[_PlanRuns] = []
 
-    def add(self, mesh: MeshShape, job: Job) -> None:
+    def add(self, mesh: MeshShape, job: TrainingJob) -> None:
         """Take all plans that the ranks of a mesh can follow, without and with recomputation."""
         estimator = self._estimators.setdefault(job.model, Estimator(job))
-        sizes = batches(job, mesh, self._choices.micro_batches)
-        for plan, placed, recompute in _ways(job, self._choices, mesh):
-            runs = [Run(plan, placed, size, count, recompute, self._choices.settings) for size, count in sizes]
-            least = min(estimator.least_s(run) / tokens_of(job, run) for run in runs)
-            self._ways.append(_Way(estimator, runs, least))
+        sizes = list_micro_batches(job, mesh, self._choices.micro_batches)
+        for plan, placed, recompute in _iter_plan_variants(job, self._choices, mesh):
+            runs = [TrainingRun(plan, placed, size, count, recompute, self._choices.settings) for size, count in sizes]
+            least = min(estimator.least_s(run) / count_step_tokens(job, run) for run in runs)
+            self._ways.append(_PlanRuns(estimator, runs, least))
 
-    def found(self, tell: Callable[[int, int], None]) -> Found:
+    def found(self, tell: Callable[[int, int], None]) -> SearchResult:
         """Return what fits and what does not, once all of it was looked at."""
         fitting: dict[int, Estimate] = {}
         slower: list[Estimate] = []
@@ -282,18 +287,18 @@ class _Search:
             elif beaten:
                 slower.append(fits[-1])
             else:
-                fitting[i] = _fastest(fits, way.estimator)
+                fitting[i] = _find_fastest_run(fits, way.estimator)
                 best = min(best, _seconds_a_token(fitting[i]))
         # Of equally fast ones the first of the table comes first.
         fastest = sorted((fitting[i] for i in sorted(fitting)), key=_seconds_a_token)
         misfits.sort(key=lambda each: each[0])
         told = tuple(each for _, divided, each in misfits if not (divided and fastest))
         looked, timed = (sum(getattr(e, what) for e in self._estimators.values()) for what in ("looked", "timed"))
-        return Found(tuple(fastest), tuple(slower), told, looked, timed)
+        return SearchResult(tuple(fastest), tuple(slower), told, looked, timed)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _PlanRuns:
     """Hold the runs of a plan by size of their micro-batches, ascending.
 
     Attributes:
@@ -301,7 +306,7 @@ class _Way:
     """
 
     estimator: Estimator
-    runs: Sequence[Run]
+    runs: Sequence[TrainingRun]
     least: float
 
     @property
@@ -325,14 +330,14 @@ def _seconds_a_token(estimate: Estimate) -> float:
     return estimate.step_s / estimate.tokens
 
 
-def _ways(job: Job, choices: Choices, mesh: MeshShape) -> Iterator[tuple[Plan, MeshShape, bool]]:
+def _iter_plan_variants(job: TrainingJob, choices: Choices, mesh: MeshShape) -> Iterator[tuple[Plan, MeshShape, bool]]:
     """Yield each plan that the ranks of a mesh can follow, without and with recomputation."""
-    for plan, placed in placements(job, choices, mesh):
+    for plan, placed in list_plan_placements(job, choices, mesh):
         for recompute in choices.recompute:
             yield plan, placed, recompute
 
 
-def _fastest(fits: Sequence[Estimate], estimator: Estimator) -> Estimate:
+def _find_fastest_run(fits: Sequence[Estimate], estimator: Estimator) -> Estimate:
     """Return the fastest of a plan's runs: from the largest micro-batch down, while that gains anything."""
     best = estimator.time(fits[-1])
     for each in fits[-2::-1]:
@@ -343,7 +348,7 @@ def _fastest(fits: Sequence[Estimate], estimator: Estimator) -> Estimate:
     return best
 
 
-def batches(job: Job, mesh: MeshShape, sizes: Sequence[int] | None = None) -> list[tuple[int, int]]:
+def list_micro_batches(job: TrainingJob, mesh: MeshShape, sizes: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """Return sizes of micro-batches, ascending, each with how many of them have the tokens of a step.
 
     Args:
@@ -356,14 +361,14 @@ def batches(job: Job, mesh: MeshShape, sizes: Sequence[int] | None = None) -> li
     sizes = [2**power for power in range(_LARGEST.bit_length())] if sizes is None else sorted(sizes)
     if job.tokens_per_step is None:
         return [(size, 1) for size in sizes]
-    ranks = sharers_of(mesh)
+    ranks = count_sequence_groups(mesh)
     asked = job.tokens_per_step / (job.sequence * ranks)
     whole = [(size, math.ceil(asked / size)) for size in sizes]
     found = [(size, count) for size, count in whole if size * count <= asked * (1 + _MORE)]
     if not found:
         raise ConfigError(
             "tokens_per_step",
-            expected=f"micro-batches of {_words(sizes)} for each of {ranks} rank{'s' * (ranks > 1)}: "
+            expected=f"micro-batches of {_format_sequence_counts(sizes)} for each of {ranks} rank{'s' * (ranks > 1)}: "
             f"{sizes[0] * ranks * job.sequence:,} tokens or a multiple",
             got=f"{job.tokens_per_step:,}",
             do="Give more tokens, shorter sequences, or fewer devices.",
@@ -371,17 +376,17 @@ def batches(job: Job, mesh: MeshShape, sizes: Sequence[int] | None = None) -> li
     return found
 
 
-def _words(sizes: Sequence[int]) -> str:
+def _format_sequence_counts(sizes: Sequence[int]) -> str:
     return f"{sizes[0]} sequence{'s' * (sizes[0] > 1)}{' or more' * (len(sizes) > 1)}"
 
 
-def first_fit(job: Job, choices: Choices) -> Estimate | None:
+def find_first_fit(job: TrainingJob, choices: Choices) -> Estimate | None:
     """Return the first plan that fits with the smallest micro-batch, not timed; None where none does."""
-    for mesh, divided_job in arrangements(job, choices):
+    for mesh, divided_job in list_mesh_shapes(job, choices):
         estimator = Estimator(divided_job)
-        for plan, placed, recompute in _ways(divided_job, choices, mesh):
-            size, count = batches(divided_job, placed, choices.micro_batches)[0]
-            run = Run(plan, placed, size, count, recompute, choices.settings)
+        for plan, placed, recompute in _iter_plan_variants(divided_job, choices, mesh):
+            size, count = list_micro_batches(divided_job, placed, choices.micro_batches)[0]
+            run = TrainingRun(plan, placed, size, count, recompute, choices.settings)
             estimate = estimator.as_trained(estimator.estimate(run), choices.spare)
             if estimator.fits(estimate, choices.spare):
                 return estimate

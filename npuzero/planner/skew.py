@@ -22,8 +22,17 @@ from numpy.typing import NDArray
 
 from npuzero.errors import ConfigError
 from npuzero.plan import AXES, Axes, MeshShape
-from npuzero.plan.moves import Collective, Compute, Launch, Move, Purpose, Repeat, Start, Wait
-from npuzero.plan.predict import collectives
+from npuzero.plan.moves import (
+    CollectivePurpose,
+    ComputePass,
+    LaunchReduction,
+    Move,
+    PlannedCollective,
+    RepeatMoves,
+    StartCollective,
+    WaitCollective,
+)
+from npuzero.plan.predict import iter_collectives
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.network import collective_bytes, collective_s
 
@@ -95,15 +104,15 @@ def tree_ends(starts: Seconds, step_s: Seconds, chunks: int = 1) -> Seconds:
     levels = [np.arange(2**depth - 1, min(2 ** (depth + 1) - 1, n)) for depth in range(1, n.bit_length())]
     levels = [ranks for ranks in levels if len(ranks)]
     for ranks in reversed(levels):
-        np.maximum.at(summed, (ranks - 1) // 2, _through(summed[ranks], step_s[ranks]))
+        np.maximum.at(summed, (ranks - 1) // 2, _link_finish_times(summed[ranks], step_s[ranks]))
     whole = summed
     for ranks in levels:
-        whole[ranks] = _through(whole[(ranks - 1) // 2], step_s[ranks])
+        whole[ranks] = _link_finish_times(whole[(ranks - 1) // 2], step_s[ranks])
     done: Seconds = whole[:, -1]
     return done
 
 
-def _through(ready: Seconds, step_s: Seconds) -> Seconds:
+def _link_finish_times(ready: Seconds, step_s: Seconds) -> Seconds:
     """Return when chunks that are ready at [n, chunks] are through links that take [n] seconds for each."""
     done = np.empty_like(ready)
     free = np.full(len(ready), -np.inf)
@@ -151,7 +160,7 @@ class SlowLink:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateRank:
     """Describe one rank that begins a step late: ``seconds`` later than it would."""
 
     seconds: float
@@ -159,7 +168,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Loss:
+class StepLoss:
     """Hold what a disturbance costs.
 
     Attributes:
@@ -170,7 +179,7 @@ class Loss:
 
     step_s: float
     lost_s: float
-    crossed: Counter[Purpose] = field(default_factory=Counter)
+    crossed: Counter[CollectivePurpose] = field(default_factory=Counter)
 
     @property
     def part(self) -> float:
@@ -183,10 +192,10 @@ def step_loss(
     mesh: MeshShape,
     moves: Sequence[Move],
     compute_s: Callable[[int, bool], float],
-    disturbance: SlowLink | Late,
+    disturbance: SlowLink | LateRank,
     *,
     update_s: float = 0.0,
-) -> Loss:
+) -> StepLoss:
     """Return what one slow link, or one rank that is late, costs a step under a plan.
 
     Steps are played one behind another, since what one starts may end in the next.
@@ -200,31 +209,33 @@ def step_loss(
         ConfigError: stages of a pipeline, which differ in what they do; a rank or level that there is not; a link that
             is faster, or a rank that is early.
     """
-    _check(cluster, mesh, disturbance)
+    _check_disturbance(cluster, mesh, disturbance)
     slow = disturbance if isinstance(disturbance, SlowLink) else None
-    calm = _Replay(cluster, mesh, compute_s, update_s)
+    calm = _SkewReplay(cluster, mesh, compute_s, update_s)
     ends = [calm.play(moves) for _ in range(3)]
     step_s = ends[2] - ends[1]
-    other = _Replay(cluster, mesh, compute_s, update_s, slow)
+    other = _SkewReplay(cluster, mesh, compute_s, update_s, slow)
     first = other.play(moves)
-    if isinstance(disturbance, Late):
+    if isinstance(disturbance, LateRank):
         other.hold(disturbance)
     second, third = other.play(moves), other.play(moves)
     lost_s = third - second - step_s if slow else third - ends[2]
     assert first >= ends[0]  # nothing that takes longer ends sooner
-    return Loss(step_s, lost_s, crossed(cluster, mesh, moves, slow) if slow else Counter())
+    return StepLoss(step_s, lost_s, count_crossing_collectives(cluster, mesh, moves, slow) if slow else Counter())
 
 
-def crossed(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move], slow: SlowLink) -> Counter[Purpose]:
+def count_crossing_collectives(
+    cluster: Cluster, mesh: MeshShape, moves: Iterable[Move], slow: SlowLink
+) -> Counter[CollectivePurpose]:
     """Return how many collectives of a step go over a rank's link, by what they are for."""
-    found: Counter[Purpose] = Counter()
-    for each, times in collectives(moves):
+    found: Counter[CollectivePurpose] = Counter()
+    for each, times in iter_collectives(moves):
         if slow.level in collective_bytes(cluster, mesh, each.verb, each.axes, each.nbytes):
             found[each.purpose] += times
     return found
 
 
-def _check(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink | Late) -> None:
+def _check_disturbance(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink | LateRank) -> None:
     if mesh.pipe > 1:
         raise ConfigError(
             "step_loss(mesh=)", expected="one stage", got=f"{mesh.pipe} stages", do="Ask for the ranks of one stage."
@@ -245,11 +256,11 @@ def _check(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink | Late) -> N
             got=repr(disturbance),
             do="Say which.",
         )
-    if isinstance(disturbance, Late) and not disturbance.seconds >= 0:
+    if isinstance(disturbance, LateRank) and not disturbance.seconds >= 0:
         raise ConfigError("Late.seconds", expected="0 or more", got=repr(disturbance.seconds), do="Say how late.")
 
 
-class _Replay:
+class _SkewReplay:
     """Run steps for all ranks side by side.
 
     Attributes:
@@ -268,18 +279,18 @@ class _Replay:
         self._cluster, self._mesh, self._compute_s, self._update_s = cluster, mesh, compute_s, update_s
         self._slow = slow
         self._free: dict[tuple[str, Axes], Seconds] = {}
-        self._under_way: dict[tuple[Purpose, int], deque[tuple[Seconds, int]]] = {}
+        self._under_way: dict[tuple[CollectivePurpose, int], deque[tuple[Seconds, int]]] = {}
         self._lasts: dict[tuple[str, Axes, int], tuple[float, float]] = {}
 
     def play(self, moves: Sequence[Move]) -> float:
         """Run a step, and return when the last rank's compute is done with it."""
-        last = max((i for i, move in enumerate(moves) if _before_update(move)), default=-1) + 1
+        last = max((i for i, move in enumerate(moves) if _comes_before_update(move)), default=-1) + 1
         self._moves(moves[:last])
         self.now = self.now + self._update_s
         self._moves(moves[last:])
         return float(self.now.max())
 
-    def hold(self, late: Late) -> None:
+    def hold(self, late: LateRank) -> None:
         """Let a rank begin its next step late."""
         place = self._mesh.place(late.rank)
         self.now = self.now.copy()
@@ -287,17 +298,17 @@ class _Replay:
 
     def _moves(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            if isinstance(move, Compute):
+            if isinstance(move, ComputePass):
                 self.now = self.now + self._compute_s(move.unit, move.backward)
-            elif isinstance(move, Start):
+            elif isinstance(move, StartCollective):
                 self._start(move.collective, move.count)
-            elif isinstance(move, Wait):
+            elif isinstance(move, WaitCollective):
                 self._wait(move)
-            elif isinstance(move, Repeat):
+            elif isinstance(move, RepeatMoves):
                 for _ in range(move.times):
                     self._moves(move.moves)
 
-    def _start(self, collective: Collective, count: int) -> None:
+    def _start(self, collective: PlannedCollective, count: int) -> None:
         axes = tuple(axis for axis in AXES if axis in collective.axes)
         lane = collective.purpose.channel, axes
         ready = np.maximum(self.now, self._free[lane]) if lane in self._free else self.now
@@ -311,7 +322,7 @@ class _Replay:
         self._free[lane] = end = np.broadcast_to(end, self.now.shape)
         self._under_way.setdefault((collective.purpose, collective.unit), deque()).append((end, count))
 
-    def _seconds(self, collective: Collective) -> tuple[float, float]:
+    def _seconds(self, collective: PlannedCollective) -> tuple[float, float]:
         """Return how long it takes, and how long where it goes over the slow link."""
         key = collective.verb, collective.axes, collective.nbytes
         if key not in self._lasts:
@@ -324,19 +335,19 @@ class _Replay:
             self._lasts[key] = seconds, slowed
         return self._lasts[key]
 
-    def _wait(self, wait: Wait) -> None:
+    def _wait(self, wait: WaitCollective) -> None:
         under_way, left = self._under_way.get((wait.purpose, wait.unit)), wait.count
         while under_way and left > 0:
             end, count = under_way.popleft()
             self.now, left = np.maximum(self.now, end), left - count
 
 
-def _before_update(move: Move) -> bool:
+def _comes_before_update(move: Move) -> bool:
     """Tell whether the update comes after ``move``: the last such one is the last of the gradients."""
-    if isinstance(move, Start):
-        return move.collective.purpose not in (Purpose.GATHER, Purpose.RESTORE)
-    if isinstance(move, Wait):
-        return move.purpose not in (Purpose.GATHER, Purpose.RESTORE)
-    return isinstance(move, (Compute, Launch)) or (
-        isinstance(move, Repeat) and any(isinstance(each, Compute) for each in move.moves)
+    if isinstance(move, StartCollective):
+        return move.collective.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
+    if isinstance(move, WaitCollective):
+        return move.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
+    return isinstance(move, (ComputePass, LaunchReduction)) or (
+        isinstance(move, RepeatMoves) and any(isinstance(each, ComputePass) for each in move.moves)
     )

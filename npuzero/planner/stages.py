@@ -12,10 +12,10 @@ from torch import nn
 from npuzero.api.model import predict
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.parallel.kept import BETWEEN_SHARE, unsharded_between
+from npuzero.parallel.kept import BETWEEN_SHARE, make_unsharded_plan
 from npuzero.parallel.pipeline import Pipeline
-from npuzero.parallel.schedule import Schedule
-from npuzero.parallel.stages import divide
+from npuzero.parallel.schedule import PipelineSchedule
+from npuzero.parallel.stages import divide_into_stages
 from npuzero.parallel.tensor import MODES
 from npuzero.plan import Memory, MeshShape, Plan, PrecisionLike, Report, parse_precision
 from npuzero.planner.models import ModelShape
@@ -25,7 +25,7 @@ _CHAIN = ("embed_tokens", "layers", "norm", "lm_head")
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedModel:
     """Predict for a model over the ranks of a pipeline.
 
     Attributes:
@@ -42,7 +42,7 @@ class Staged:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def of(model: ModelShape, ranks: int, chunks: int = 1, tensor: int = 1) -> Staged:
+    def of(model: ModelShape, ranks: int, chunks: int = 1, tensor: int = 1) -> StagedModel:
         """Return ``model`` as :func:`npuzero.pipeline` cuts it without ``split``.
 
         Args:
@@ -59,9 +59,9 @@ class Staged:
                 do="Run: pip install transformers.",
             )
         module = model.module()
-        division = divide(module, ranks, chunks, blocks=_blocks(module))
+        division = divide_into_stages(module, ranks, chunks, blocks=_list_decoder_blocks(module))
         stages = [division.take(range(rank, ranks * chunks, ranks), Pipeline) for rank in range(ranks)]
-        return Staged(stages, _width(module), tensor, tensor > 1 and MODES[model.mode].sliced)
+        return StagedModel(stages, _embedding_width(module), tensor, tensor > 1 and MODES[model.mode].sliced)
 
     @property
     def blocks_of(self) -> Sequence[Sequence[str]]:
@@ -93,7 +93,7 @@ class Staged:
         plan: Plan,
         mesh: MeshShape,
         settings: Settings,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         clip: bool,
         edge_bytes: int,
         ranks: Iterable[int] | None = None,
@@ -111,14 +111,14 @@ class Staged:
         plan: Plan,
         mesh: MeshShape,
         settings: Settings,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         clip: bool,
         memory_bytes: float | None,
     ) -> Plan:
         """Return the plan with parameters unsharded between micro-batches where :func:`npuzero.pipeline` would have
         them so: if the states then take no more than half of a rank's memory; None: whatever they take.
         """
-        kept = unsharded_between(plan)
+        kept = make_unsharded_plan(plan)
         if kept is None or memory_bytes is None:
             return kept or plan
         found = self.reports(kept, mesh, settings, schedule, clip, 0, self.telling)
@@ -130,7 +130,7 @@ def held_bytes(report: Report) -> int:
     return report.memory[Memory.DEVICE.value]
 
 
-def _blocks(module: nn.Module) -> list[str] | None:
+def _list_decoder_blocks(module: nn.Module) -> list[str] | None:
     """Return the blocks of a decoder that is counted here; None: the model says it itself."""
     if not getattr(module, "counted", False):
         return None
@@ -139,7 +139,7 @@ def _blocks(module: nn.Module) -> list[str] | None:
     return [name for name in _CHAIN if name in module._modules]
 
 
-def _width(module: nn.Module) -> int:
+def _embedding_width(module: nn.Module) -> int:
     """Return the features of each token between blocks: those of the embedding."""
     embedding = next(each for each in module.modules() if isinstance(each, nn.Embedding))
     return embedding.embedding_dim

@@ -11,8 +11,8 @@ from npuzero.errors import ConfigError
 from npuzero.plan import OFFLOADS, PRECISIONS, Memory, Precision, parse_precision
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.estimate import Estimate
-from npuzero.planner.run import Job
-from npuzero.planner.search import Choices, first_fit, search
+from npuzero.planner.run import TrainingJob
+from npuzero.planner.search import Choices, find_first_fit, search_runs
 
 #: How often the devices are doubled before they are too many to ask for; and from where on their memory would have
 #: room for a state, which more of them would not help any further.
@@ -33,59 +33,60 @@ class WayOut:
 
 
 #: A job and choices with one change, and what that is in words.
-Change = tuple[str, Job, Choices]
-Changes = Callable[[Job, Choices], Iterator[Change]]
+Change = tuple[str, TrainingJob, Choices]
+Changes = Callable[[TrainingJob, Choices], Iterator[Change]]
 
 
-def ways_out(job: Job, choices: Choices) -> Iterator[WayOut]:
+def ways_out(job: TrainingJob, choices: Choices) -> Iterator[WayOut]:
     """Yield changes that make a job fit: of each kind the smallest; and where no single one does, of two kinds."""
     kinds: tuple[Changes, ...] = (
-        _recomputation, _smaller, _flash, _more_devices, _fewer_bits, _off_the_device, _sequence_ranks, _tensor_ranks
+        _allow_recomputation, _smaller_micro_batches, _flash_attention, _more_devices, _lower_precisions,
+            _offload_states, _more_sequence_ranks, _more_tensor_ranks
     )  # fmt: skip
-    singles = [way for kind in kinds if (way := _first(kind(job, choices)))]
+    singles = [way for kind in kinds if (way := _find_first_change(kind(job, choices)))]
     yield from singles
     if singles:
         return
-    for what, changed, among in list(_fewer_bits(job, choices))[-1:]:
-        for kind in (_more_devices, _off_the_device):
-            way = _first((f"{what} and {more}", to, of) for more, to, of in kind(changed, among))
+    for what, changed, among in list(_lower_precisions(job, choices))[-1:]:
+        for kind in (_more_devices, _offload_states):
+            way = _find_first_change((f"{what} and {more}", to, of) for more, to, of in kind(changed, among))
             if way is not None:
                 yield way
 
 
-def _first(changes: Iterator[tuple[str, Job, Choices]]) -> WayOut | None:
+def _find_first_change(changes: Iterator[tuple[str, TrainingJob, Choices]]) -> WayOut | None:
     """Return the first change that makes it fit, with the fastest run then of the first plan that does."""
     for what, job, choices in changes:
         try:
-            fit = first_fit(job, choices)
+            fit = find_first_fit(job, choices)
         except ConfigError:  # the engine refuses it, or so many ranks have no tokens
             continue
         if fit is not None:
-            best = search(job, choices).fitting[0]
+            best = search_runs(job, choices).fitting[0]
             return WayOut(what.format(plan=best.run.plan.name), best)
     return None
 
 
-def _recomputation(job: Job, choices: Choices) -> Iterator[Change]:
+def _allow_recomputation(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield recomputation, where the choices rule it out."""
     if True not in choices.recompute:
         yield "recomputation", job, replace(choices, recompute=(True,))
 
 
-def _smaller(job: Job, choices: Choices) -> Iterator[Change]:
+def _smaller_micro_batches(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield smaller micro-batches, where the choices rule them out."""
     if choices.micro_batches is not None and min(choices.micro_batches) > 1:
         sizes = tuple(range(1, min(choices.micro_batches)))
         yield "a smaller micro-batch", job, replace(choices, micro_batches=sizes)
 
 
-def _flash(job: Job, choices: Choices) -> Iterator[Change]:
+def _flash_attention(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield attention that keeps no scores, where it is another."""
     if job.attention != "flash":
         yield "flash attention", replace(job, attention="flash"), choices
 
 
-def _more_devices(job: Job, choices: Choices) -> Iterator[Change]:
+def _more_devices(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield clusters of the same kind with more devices."""
     cluster = job.cluster
     local = Cluster.named(cluster.name).local if cluster.name in Cluster.names() else cluster.local
@@ -105,7 +106,7 @@ def _more_devices(job: Job, choices: Choices) -> Iterator[Change]:
         yield f"{ranks:,} devices with {{plan}}", replace(job, cluster=larger), choices
 
 
-def _fewer_bits(job: Job, choices: Choices) -> Iterator[Change]:
+def _lower_precisions(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield precisions that keep a state in fewer bytes than the one that is asked for, the most of them first."""
     own = parse_precision(choices.precisions[0])
     wide = own.parameter_of(torch.float32).itemsize  # parameters in float32 may take less in all, and compute slower
@@ -126,7 +127,7 @@ def element_bytes(precision: Precision) -> float:
     return dtype.itemsize + precision.accumulation.itemsize + precision.master_bytes(dtype) + moments
 
 
-def _off_the_device(job: Job, choices: Choices) -> Iterator[Change]:
+def _offload_states(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield what may rest off the device, as far as the cluster has links to there."""
     words = {Memory.HOST: "on the host", Memory.NVME: "on NVMe"}
     links = {Memory.HOST: "host", Memory.NVME: "disk_read"}
@@ -136,17 +137,17 @@ def _off_the_device(job: Job, choices: Choices) -> Iterator[Change]:
             yield f"{what} {words[parts['states']]}", job, replace(choices, offloads=(offload,))
 
 
-def _sequence_ranks(job: Job, choices: Choices) -> Iterator[Change]:
+def _more_sequence_ranks(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield more ranks that share a sequence, of one node."""
-    for size in _within_node(job, choices.sequence):
+    for size in _sizes_within_node(job, choices.sequence):
         yield f"{size} ranks for each sequence", job, replace(choices, sequence=(size,))
 
 
-def _tensor_ranks(job: Job, choices: Choices) -> Iterator[Change]:
+def _more_tensor_ranks(job: TrainingJob, choices: Choices) -> Iterator[Change]:
     """Yield more ranks that divide layers, of one node."""
-    for size in _within_node(job, choices.tensor):
+    for size in _sizes_within_node(job, choices.tensor):
         yield f"{size} tensor ranks", job, replace(choices, tensor=(size,))
 
 
-def _within_node(job: Job, sizes: Sequence[int]) -> list[int]:
+def _sizes_within_node(job: TrainingJob, sizes: Sequence[int]) -> list[int]:
     return [2**power for power in range(job.cluster.local.bit_length()) if 2**power > max(sizes)]

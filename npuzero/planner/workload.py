@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.planner.decoder import Decoder
-from npuzero.planner.kernels import Kernels
-from npuzero.planner.meter import Meter, Span
+from npuzero.planner.decoder import LlamaDecoder
+from npuzero.planner.kernels import DeviceKernels
+from npuzero.planner.meter import OpMeter, UnitSpan
 from npuzero.planner.models import ModelShape
-from npuzero.shard.discover import UnitSpec, discover
+from npuzero.shard.discover import UnitSpec, discover_units
 
 ATTENTIONS = ("flash", "plain")
 
@@ -53,7 +53,7 @@ class UnitWork:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ActivationStretch:
     """Describe what lives of a pass's activations while one unit's forward or backward runs.
 
     Attributes:
@@ -72,7 +72,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Workload:
+class ModelWorkload:
     """Count a model's work by unit, in the order of its units: the root first.
 
     Attributes:
@@ -83,18 +83,18 @@ class Workload:
     units: tuple[UnitWork, ...]
     micro_batch: int
     sequence: int
-    kept: tuple[Stretch, ...] = ()
-    recomputed: tuple[Stretch, ...] = ()
+    kept: tuple[ActivationStretch, ...] = ()
+    recomputed: tuple[ActivationStretch, ...] = ()
 
 
-def workload(
+def measure_workload(
     model: ModelShape,
     sequence: int,
     micro_batch: int = 1,
     attention: str = "flash",
     dtype: torch.dtype = torch.bfloat16,
     cpu: bool = False,
-) -> Workload:
+) -> ModelWorkload:
     """Return what one pass of a model on tokens computes and keeps.
 
     The model runs on meta, forward and backward, with a loss over its logits; of equal blocks three run, and stand for
@@ -121,16 +121,16 @@ def workload(
     for name, value in (("sequence", sequence), ("micro_batch", micro_batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             do = "Give a number of tokens or sequences."
-            raise ConfigError(f"workload: {name}", expected="a positive integer", got=describe(value), do=do)
+            raise ConfigError(f"workload: {name}", expected="a positive integer", got=describe_value(value), do=do)
     if attention not in ATTENTIONS:
         do = did_you_mean(attention, ATTENTIONS, "Choose among these.")
         raise ConfigError("attention", expected=f"one of {', '.join(ATTENTIONS)}", got=repr(attention), do=do)
-    return _counted(model, _Pass(sequence, micro_batch, dtype, attention, cpu))
+    return _measure_pass(model, _PassRequest(sequence, micro_batch, dtype, attention, cpu))
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """Say what :func:`workload` is asked for."""
+class _PassRequest:
+    """Say what :func:`measure_workload` is asked for."""
 
     sequence: int
     micro_batch: int
@@ -140,13 +140,13 @@ class _Pass:
 
 
 @lru_cache(maxsize=256)
-def _counted(shape: ModelShape, asked: _Pass) -> Workload:
-    kept, recomputed = (_unfolded(*_run(shape, asked, recompute)) for recompute in (False, True))
+def _measure_pass(shape: ModelShape, asked: _PassRequest) -> ModelWorkload:
+    kept, recomputed = (_unfold_spans(*_run_representatives(shape, asked, recompute)) for recompute in (False, True))
     units = tuple(_unit_work(i, kept, recomputed) for i in range(len(shape.units)))
-    return Workload(units, asked.micro_batch, asked.sequence, _stretches(kept), _stretches(recomputed))
+    return ModelWorkload(units, asked.micro_batch, asked.sequence, _make_stretches(kept), _make_stretches(recomputed))
 
 
-def _unit_work(unit: int, kept: Sequence[Span], recomputed: Sequence[Span]) -> UnitWork:
+def _unit_work(unit: int, kept: Sequence[UnitSpan], recomputed: Sequence[UnitSpan]) -> UnitWork:
     own = [span for span in kept if span.unit == unit]
     forward, backward = ([span for span in own if span.backward is way] for way in (False, True))
     return UnitWork(
@@ -160,14 +160,16 @@ def _unit_work(unit: int, kept: Sequence[Span], recomputed: Sequence[Span]) -> U
     )
 
 
-def _stretches(spans: Sequence[Span]) -> tuple[Stretch, ...]:
+def _make_stretches(spans: Sequence[UnitSpan]) -> tuple[ActivationStretch, ...]:
     return tuple(
-        Stretch(s.unit, s.backward, s.peak_bytes - s.begin_bytes, s.end_bytes - s.begin_bytes, s.gradient_bytes)
+        ActivationStretch(
+            s.unit, s.backward, s.peak_bytes - s.begin_bytes, s.end_bytes - s.begin_bytes, s.gradient_bytes
+        )
         for s in spans
     )
 
 
-def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], list[int]]:
+def _run_representatives(shape: ModelShape, asked: _PassRequest, recompute: bool) -> tuple[list[UnitSpan], list[int]]:
     """Run a pass of the model with few of its equal blocks; return its spans, and which unit is run for each."""
     if shape.module is None:
         raise ConfigError(
@@ -176,19 +178,19 @@ def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], 
             got="its shapes alone",
             do="Run: pip install transformers; or give --parameters instead.",
         )
-    model, specs = _built(shape)
-    like = _like([_signature(spec) for spec in specs])
-    few = _few(model, specs, like, asked)
+    model, specs = _build_units(shape)
+    like = _find_representatives([_block_signature(spec) for spec in specs])
+    few = _copy_representatives(model, specs, like, asked)
     ids = torch.zeros(asked.micro_batch, asked.sequence, dtype=torch.long, device="meta")
-    own = discover(few) if len(specs) > 1 else [UnitSpec("root", few, tuple(few.named_parameters()))]
-    around = partial(Kernels, asked.attention == "plain", asked.cpu)
-    wraps = recompute and not _recomputes(few, around)
-    meter = Meter([spec.module for spec in own], wraps, around)
+    own = discover_units(few) if len(specs) > 1 else [UnitSpec("root", few, tuple(few.named_parameters()))]
+    around = partial(DeviceKernels, asked.attention == "plain", asked.cpu)
+    wraps = recompute and not _enable_recomputation(few, around)
+    meter = OpMeter([spec.module for spec in own], wraps, around)
     meter.live.pass_over([ids])
     parameters = {p: i for i, spec in enumerate(own) for _, p in spec.parameters if p.requires_grad}
     try:
         with meter, around():
-            loss = _loss(few, ids)
+            loss = _compute_model_loss(few, ids)
             meter.backward(loss, parameters)
             del loss
     except Exception as error:
@@ -202,14 +204,14 @@ def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], 
 
 
 @lru_cache(maxsize=8)
-def _built(shape: ModelShape) -> tuple[nn.Module, list[UnitSpec]]:
+def _build_units(shape: ModelShape) -> tuple[nn.Module, list[UnitSpec]]:
     """Return the model's modules and units, which are looked at and copied, never run."""
     assert shape.module is not None
     model = shape.module()
-    return model, discover(model)
+    return model, discover_units(model)
 
 
-def _signature(spec: UnitSpec) -> tuple[object, ...]:
+def _block_signature(spec: UnitSpec) -> tuple[object, ...]:
     """Return what equal blocks have in common: their list, class, and parameters but for their number."""
     path = spec.name.rpartition(".")[0]
     own = len(spec.name)
@@ -217,7 +219,7 @@ def _signature(spec: UnitSpec) -> tuple[object, ...]:
     return path, type(spec.module), *facts
 
 
-def _like(signatures: Sequence[tuple[object, ...]]) -> list[int]:
+def _find_representatives(signatures: Sequence[tuple[object, ...]]) -> list[int]:
     """Return for each unit the one that is run for it: its own, or in a long run of equals the second."""
     like: list[int] = []
     for _, run in itertools.groupby(range(len(signatures)), lambda i: signatures[i]):
@@ -226,7 +228,9 @@ def _like(signatures: Sequence[tuple[object, ...]]) -> list[int]:
     return like
 
 
-def _few(model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], asked: _Pass) -> nn.Module:
+def _copy_representatives(
+    model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], asked: _PassRequest
+) -> nn.Module:
     """Return a copy of the model with the blocks that are run, its parameters of the dtype asked for, in training."""
     dropped = [spec.name for i, spec in enumerate(specs) if like[i] != i]
     memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in dropped}
@@ -246,10 +250,10 @@ def _few(model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], asked
     choose: Any = getattr(few, "set_attn_implementation", None)
     if choose is not None and asked.attention == "plain":
         choose("eager")
-    return (Decoder(few) if getattr(few, "counted", False) else few).train()
+    return (LlamaDecoder(few) if getattr(few, "counted", False) else few).train()
 
 
-def _recomputes(model: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> bool:
+def _enable_recomputation(model: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> bool:
     """Have a model of transformers recompute its blocks in its own way, within ``around``; False: it has none."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False
@@ -271,7 +275,7 @@ def _recomputes(model: nn.Module, around: Callable[[], AbstractContextManager[ob
     return True
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+def _compute_model_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the loss of a model of transformers, or of any module that maps tokens to logits."""
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes:
@@ -287,17 +291,19 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-def _unfolded(spans: Sequence[Span], like: Sequence[int]) -> list[Span]:
+def _unfold_spans(spans: Sequence[UnitSpan], like: Sequence[int]) -> list[UnitSpan]:
     """Return the spans of the whole model: those of a block that stands for others as often as it does."""
     chosen = sorted(set(like))  # the few units' numbers in the whole
-    forward = list(_groups([s for s in spans if not s.backward], chosen, like))
-    backward = list(_groups([s for s in spans if s.backward], chosen, like))
+    forward = list(_iter_block_spans([s for s in spans if not s.backward], chosen, like))
+    backward = list(_iter_block_spans([s for s in spans if s.backward], chosen, like))
     return [span for group in (*forward, *backward) for span in group]
 
 
-def _groups(spans: Sequence[Span], chosen: Sequence[int], like: Sequence[int]) -> Iterator[list[Span]]:
+def _iter_block_spans(
+    spans: Sequence[UnitSpan], chosen: Sequence[int], like: Sequence[int]
+) -> Iterator[list[UnitSpan]]:
     """Yield each block's span with what the root does behind it, as often as the block is there."""
-    groups: list[list[Span]] = [[]]
+    groups: list[list[UnitSpan]] = [[]]
     for span in spans:
         if span.unit:
             groups.append([])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, config_error_as, did_you_mean
 
 
@@ -18,7 +18,7 @@ def check_optimizer(schedule: str, optimizer: Any) -> None:
         raise config_error_as(TypeError)(
             schedule,
             expected="an optimizer, torch's or npuzero's",
-            got=describe(optimizer),
+            got=describe_value(optimizer),
             do="Make the optimizer first; of a wrapper pass what it wraps.",
         )
 
@@ -30,7 +30,7 @@ def check_numbers(schedule: str, least: float, **numbers: Any) -> None:
             raise ConfigError(
                 f"{schedule}: {name}",
                 expected=f"a number not below {least:g}",
-                got=describe(value),
+                got=describe_value(value),
                 do="Correct it.",
                 key=name,
             )
@@ -43,26 +43,26 @@ def check_steps(schedule: str, least: int = 1, **numbers: Any) -> None:
             raise ConfigError(
                 f"{schedule}: {name}",
                 expected=f"an integer not below {least}",
-                got=describe(value),
+                got=describe_value(value),
                 do="Count in optimizer steps.",
                 key=name,
             )
 
 
-def check_word(schedule: str, name: str, value: Any, known: Iterable[str]) -> None:
+def check_choice(schedule: str, name: str, value: Any, known: Iterable[str]) -> None:
     """Raise a ConfigError where ``value`` is none of the words ``known``."""
     known = tuple(known)
     if value not in known:
         raise ConfigError(
             f"{schedule}: {name}",
             expected=f"one of {', '.join(known)}",
-            got=describe(value),
+            got=describe_value(value),
             do=did_you_mean(value, known, "Choose among these."),
             key=name,
         )
 
 
-def of_each_group(schedule: str, optimizer: Optimizer, name: str, value: Any) -> list[float]:
+def values_per_group(schedule: str, optimizer: Optimizer, name: str, value: Any) -> list[float]:
     """Return one number of each parameter group: those given, or the one given for all.
 
     Raises:
@@ -74,7 +74,7 @@ def of_each_group(schedule: str, optimizer: Optimizer, name: str, value: Any) ->
         raise ConfigError(
             f"{schedule}: {name}",
             expected=f"a number, or {groups} of them, one of each parameter group",
-            got=describe(value),
+            got=describe_value(value),
             do="Correct it.",
             key=name,
         )

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from npuzero.errors import keywords
-from npuzero.schedules.checks import check_numbers, check_optimizer, check_steps, check_word, of_each_group
+from npuzero.errors import refuse_unknown_keywords
+from npuzero.schedules.checks import check_choice, check_numbers, check_optimizer, check_steps, values_per_group
 
 Rates = list[float | Tensor]
 
@@ -29,7 +29,7 @@ _WARMUPS: Mapping[str, Callable[[int, int], float]] = {
 }
 
 
-class _ByIteration(LRScheduler, ABC):
+class _IterationScheduler(LRScheduler, ABC):
     """Give the rates of iteration ``last_batch_iteration``, which is -1 before the first.
 
     Attributes that subclasses make before they call this constructor are what :meth:`state_dict` saves beside torch's.
@@ -55,8 +55,8 @@ class _ByIteration(LRScheduler, ABC):
         """Return the rate of each group at ``iteration``, from -1 on."""
 
 
-@keywords()
-class LRRangeTest(_ByIteration):
+@refuse_unknown_keywords()
+class LRRangeTest(_IterationScheduler):
     """Raise the rate from ``lr_range_test_min_lr`` on, linearly or in stairs, to find out what a model stands.
 
     At iteration i it is min_lr * (1 + step_rate * (i + 1) / step_size), with the quotient rounded down where it is a
@@ -93,7 +93,7 @@ class LRRangeTest(_ByIteration):
         check_optimizer(name, optimizer)
         check_steps(name, lr_range_test_step_size=lr_range_test_step_size)
         check_numbers(name, -math.inf, lr_range_test_step_rate=lr_range_test_step_rate)
-        self.min_lrs = of_each_group(name, optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.min_lrs = values_per_group(name, optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -104,8 +104,8 @@ class LRRangeTest(_ByIteration):
         return [least * raised for least in self.min_lrs]
 
 
-@keywords()
-class OneCycle(_ByIteration):
+@refuse_unknown_keywords()
+class OneCycle(_IterationScheduler):
     """Take the rate up and down again once, betas the other way, and let both decay afterwards.
 
     After Smith 2018 (arXiv 1803.09820), as DeepSpeed's ``OneCycle`` has it: the height within the cycle goes linearly
@@ -168,10 +168,10 @@ class OneCycle(_ByIteration):
         self.up, self.down = float(cycle_first_step_size), float(down)
         self.stairs_up, self.stairs_down = cycle_first_stair_count, stairs_down
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.min_lrs = of_each_group(name, optimizer, "cycle_min_lr", cycle_min_lr)
-        self.max_lrs = of_each_group(name, optimizer, "cycle_max_lr", cycle_max_lr)
-        self.min_moms = of_each_group(name, optimizer, "cycle_min_mom", cycle_min_mom)
-        self.max_moms = of_each_group(name, optimizer, "cycle_max_mom", cycle_max_mom)
+        self.min_lrs = values_per_group(name, optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = values_per_group(name, optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_moms = values_per_group(name, optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = values_per_group(name, optimizer, "cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             text = f"OneCycle leaves the momentum of {type(optimizer).__name__} alone, which has no betas: say "
@@ -221,8 +221,8 @@ class OneCycle(_ByIteration):
         return math.floor(reached) / stairs
 
 
-@keywords()
-class WarmupLR(_ByIteration):
+@refuse_unknown_keywords()
+class WarmupLR(_IterationScheduler):
     """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr``, and leave it there.
 
     At iteration i of n it is min + (max - min) * log(i + 1) / log(n), or * i / n where the warm-up is linear
@@ -258,11 +258,13 @@ class WarmupLR(_ByIteration):
         name = type(self).__name__
         check_optimizer(name, optimizer)
         check_steps(name, warmup_num_steps=warmup_num_steps)
-        check_word(name, "warmup_type", warmup_type, _WARMUPS)
+        check_choice(name, "warmup_type", warmup_type, _WARMUPS)
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
-        self.min_lrs = of_each_group(name, optimizer, "warmup_min_lr", warmup_min_lr)
+        self.min_lrs = values_per_group(name, optimizer, "warmup_min_lr", warmup_min_lr)
         most = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        self.max_lrs = most if warmup_max_lr is None else of_each_group(name, optimizer, "warmup_max_lr", warmup_max_lr)
+        self.max_lrs = (
+            most if warmup_max_lr is None else values_per_group(name, optimizer, "warmup_max_lr", warmup_max_lr)
+        )
         super().__init__(optimizer, last_batch_iteration)
 
     def _rates(self, iteration: int) -> Rates:
@@ -277,7 +279,7 @@ class WarmupLR(_ByIteration):
         return 1.0
 
 
-@keywords()
+@refuse_unknown_keywords()
 class WarmupDecayLR(WarmupLR):
     """Raise the rate as :class:`WarmupLR` does, and take it down linearly until ``total_num_steps``.
 
@@ -317,8 +319,8 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
-@keywords()
-class WarmupCosineLR(_ByIteration):
+@refuse_unknown_keywords()
+class WarmupCosineLR(_IterationScheduler):
     """Raise the rate to the optimizer's own, and take it down by half a cosine until ``total_num_steps``.
 
     A rate is the optimizer's, times a ratio: warmup_min_ratio + (1 - warmup_min_ratio) * log(i + 1) / log(n), or
@@ -358,7 +360,7 @@ class WarmupCosineLR(_ByIteration):
         check_optimizer(name, optimizer)
         check_steps(name, total_num_steps=total_num_steps, warmup_num_steps=warmup_num_steps)
         check_numbers(name, 0, warmup_min_ratio=warmup_min_ratio, cos_min_ratio=cos_min_ratio)
-        check_word(name, "warmup_type", warmup_type, _WARMUPS)
+        check_choice(name, "warmup_type", warmup_type, _WARMUPS)
         self.total_num_steps, self.warmup_num_steps = total_num_steps, max(2, warmup_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio, self.warmup_type = warmup_min_ratio, cos_min_ratio, warmup_type
         super().__init__(optimizer, last_batch_iteration)

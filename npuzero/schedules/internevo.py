@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from npuzero.config import describe
-from npuzero.errors import CheckpointError, ConfigError, config_error_as, keywords
+from npuzero.config import describe_value
+from npuzero.errors import CheckpointError, ConfigError, config_error_as, refuse_unknown_keywords
 from npuzero.schedules.checks import check_numbers, check_optimizer, check_steps
 
 
-class _WarmedCosine(LRScheduler):
+class _WarmupCosineScheduler(LRScheduler):
     """Keep the rate at 0, raise it linearly to the optimizer's own, and take it down by half a cosine."""
 
     def __init__(
@@ -61,8 +61,8 @@ class _WarmedCosine(LRScheduler):
         return [self.eta_min + (own - self.eta_min) * height for own in self.base_lrs]
 
 
-@keywords()
-class CosineAnnealingWarmupLR(_WarmedCosine):
+@refuse_unknown_keywords()
+class CosineAnnealingWarmupLR(_WarmupCosineScheduler):
     """Raise the rate linearly to the optimizer's own, and take it down by half a cosine to ``eta_min``.
 
     After e steps it is (e + 1) / warmup_steps of the optimizer's; from warmup_steps on eta_min + (own - eta_min) * (1 +
@@ -97,8 +97,8 @@ class CosineAnnealingWarmupLR(_WarmedCosine):
         super().__init__(optimizer, total_steps, 0, warmup_steps, eta_min, last_epoch)
 
 
-@keywords()
-class FineTuneCosineAnnealingWarmupLR(_WarmedCosine):
+@refuse_unknown_keywords()
+class FineTuneCosineAnnealingWarmupLR(_WarmupCosineScheduler):
     """Keep the rate at 0 for ``init_steps``, and go on as :class:`CosineAnnealingWarmupLR`.
 
     It is what the ``lr_scheduler`` of an InternEvo configuration stands for.
@@ -135,7 +135,7 @@ class FineTuneCosineAnnealingWarmupLR(_WarmedCosine):
         super().__init__(optimizer, total_steps, init_steps, int(total_steps * warmup_ratio), eta_min, last_epoch)
 
 
-@keywords()
+@refuse_unknown_keywords()
 class Beta2Scheduler:
     """Let the second beta of every group grow with the steps taken: max(init_beta2, 1 - 1 / steps^c).
 
@@ -168,7 +168,7 @@ class Beta2Scheduler:
             raise config_error_as(TypeError)(
                 f"{name}: {'init_beta2' if init_beta2 >= 1 else 'optimizer'}",
                 expected="a number below 1" if init_beta2 >= 1 else "one with betas, such as npuzero.AdamW",
-                got=describe(init_beta2) if init_beta2 >= 1 else type(optimizer).__name__,
+                got=describe_value(init_beta2) if init_beta2 >= 1 else type(optimizer).__name__,
                 do="Correct it.",
             )
         self.optimizer = optimizer

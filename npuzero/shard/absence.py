@@ -14,18 +14,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from npuzero.comm.calls import collective, here
+from npuzero.comm.calls import collective_call, find_call_site
 from npuzero.errors import StateError
-from npuzero.memory import Evacuation, Spaces, foreign_blocks
+from npuzero.memory import MemorySpaces, SpaceOffload, find_foreign_buffers
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.guard import in_backward
-from npuzero.shard.passes import Passes
-from npuzero.shard.reduce import Reducer
-from npuzero.shard.restore import Restorer
+from npuzero.shard.passes import ForwardBackward
+from npuzero.shard.reduce import GradientReducer
+from npuzero.shard.restore import UpdatedParameterGatherer
 from npuzero.shard.unit import Unit
-from npuzero.shard.update import Update
-from npuzero.shard.values import Values
+from npuzero.shard.update import OptimizerUpdate
+from npuzero.shard.values import FullParameters
 
 
 @contextlib.contextmanager
@@ -65,14 +65,14 @@ def offloaded(model: nn.Module) -> Iterator[None]:
             absence.end()
 
 
-class Tenant(Protocol):
+class TensorHolder(Protocol):
     """Name who keeps tensors for a model that none of its spaces has made."""
 
-    def tensors_of(self, flats: Iterable[Flat]) -> Iterable[Tensor]:
+    def tensors_of(self, flats: Iterable[FlatParameter]) -> Iterable[Tensor]:
         """Return them."""
 
 
-class _Swapped(NamedTuple):
+class _OffloadedBuffer(NamedTuple):
     """Say that a module has ``host`` for its buffer ``name``, which is ``own``."""
 
     module: nn.Module
@@ -81,7 +81,7 @@ class _Swapped(NamedTuple):
     host: Tensor
 
 
-class Absence:
+class ModelOffload:
     """Take the training state of one model out of its device's memory, and bring it back.
 
     Attributes:
@@ -93,12 +93,12 @@ class Absence:
     def __init__(
         self,
         units: Sequence[Unit],
-        spaces: Spaces,
-        values: Values,
-        update: Update,
-        reducer: Reducer,
-        restorer: Restorer,
-        passes: Passes,
+        spaces: MemorySpaces,
+        values: FullParameters,
+        update: OptimizerUpdate,
+        reducer: GradientReducer,
+        restorer: UpdatedParameterGatherer,
+        passes: ForwardBackward,
     ) -> None:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
@@ -107,15 +107,15 @@ class Absence:
         self._reducer = reducer
         self._restorer = restorer
         self._passes = passes
-        self._evacuation = Evacuation(spaces)
+        self._evacuation = SpaceOffload(spaces)
         self._device = spaces.device.device
-        self._swapped: list[_Swapped] = []
+        self._swapped: list[_OffloadedBuffer] = []
         self._depth = 0
         self.away = False
         self.times = 0
-        self.beside: weakref.WeakSet[Tenant] = weakref.WeakSet()
+        self.beside: weakref.WeakSet[TensorHolder] = weakref.WeakSet()
 
-    @collective("offloaded")
+    @collective_call("offloaded")
     def begin(self) -> None:
         """Bring it to the host, once all that is under way has ended; do nothing where it is there already.
 
@@ -131,7 +131,7 @@ class Absence:
             self._leave()
         self._depth += 1
 
-    @collective("offloaded")
+    @collective_call("offloaded")
     def end(self) -> None:
         """Bring it back, where whoever began first ends.
 
@@ -176,12 +176,12 @@ class Absence:
         buffers = list(self._buffers())
         states = [t for tenant in self.beside for t in tenant.tensors_of(self._flats) if t.device == self._device]
         blocks = [
-            *foreign_blocks((own for _, _, own in buffers), "buffers"),
-            *foreign_blocks(states, "states"),
+            *find_foreign_buffers((own for _, _, own in buffers), "buffers"),
+            *find_foreign_buffers(states, "states"),
         ]
         copies = self._evacuation.leave(blocks)
         self.away = True
-        self._restorer.refusal = _absent
+        self._restorer.refusal = _offloaded_model_error
         for unit in self._units:
             unit.close()
         self._swap(buffers, {block.raw.untyped_storage()._cdata: c for block, c in zip(blocks, copies, strict=True)})
@@ -202,11 +202,11 @@ class Absence:
                 whole = copy.view(own.dtype)
                 host = whole.as_strided(own.shape, own.stride(), own.storage_offset())
                 module._buffers[name] = host
-                self._swapped.append(_Swapped(module, name, own, host))
+                self._swapped.append(_OffloadedBuffer(module, name, own, host))
 
 
-def _absent() -> StateError:
-    call = here().call
+def _offloaded_model_error() -> StateError:
+    call = find_call_site().call
     return StateError(
         f"{call} of a model that is offloaded" if call else "reading or writing a model that is offloaded",
         expected="its training state on the device",

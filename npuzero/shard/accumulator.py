@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuzero.device import Handle, Ready
-from npuzero.memory import Spaces, Transient
+from npuzero.device import AsyncHandle, ReadyHandle
+from npuzero.memory import MemorySpaces, TransientBuffer
 from npuzero.plan import Memory
-from npuzero.shard.layout import Layout
-from npuzero.shard.rest import Rests
+from npuzero.shard.layout import FlatLayout
+from npuzero.shard.rest import ShardSpecs
 
 
-class Accumulator:
+class GradientBuffer:
     """Hold the sums of one flat's gradients; names in :mod:`npuzero.shard.gradient`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Accumulator:
         lent: the update has begun inside backward, and reads what there is: nothing may be added or dropped.
     """
 
-    def __init__(self, layout: Layout, rests: Rests, spaces: Spaces) -> None:
+    def __init__(self, layout: FlatLayout, rests: ShardSpecs, spaces: MemorySpaces) -> None:
         self._space = spaces[Memory.DEVICE]
         self._mover = spaces.mover
         # Where they are sharded a reduction writes all of the buffer.
@@ -43,12 +43,12 @@ class Accumulator:
             numel = rests.gradients.numel
             self.homes = [spaces.host.allocate(numel, torch.float32, "gradients") for _ in range(1 + rests.lag)]
         self._at_home = False
-        self.arrived: Handle = Ready()
+        self.arrived: AsyncHandle = ReadyHandle()
         self.lent = False
         self._read = False  # by an update that is delayed
         self._own = rests.states.within(rests.gradients)
         self._near_numel = rests.states.near
-        self._near: Transient | None = None
+        self._near: TransientBuffer | None = None
 
     @property
     def own(self) -> Tensor:

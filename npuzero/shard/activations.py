@@ -33,17 +33,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from npuzero.comm import Communicator
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 from npuzero.errors import ConfigError, StateError
-from npuzero.memory import Run, Spaces
+from npuzero.memory import MemorySpaces, PageRun
 from npuzero.plan import Memory, Placement
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.entrance import Visit
-from npuzero.shard.flat import Flat
+from npuzero.shard.entrance import ForwardHook
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.guard import in_backward
-from npuzero.shard.homes import Home, home_on_device, home_on_disk, home_on_host
-from npuzero.shard.rest import Group
-from npuzero.shard.writes import digest
+from npuzero.shard.homes import (
+    ActivationStorage,
+    device_activation_storage,
+    disk_activation_storage,
+    host_activation_storage,
+)
+from npuzero.shard.rest import RankGroup
+from npuzero.shard.writes import digest_integers
 
 #: Tensors of fewer bytes stay on the device.
 SMALL_BYTES = 2**16
@@ -51,20 +56,20 @@ SMALL_BYTES = 2**16
 _PART_BYTES = 512
 
 
-class _Near(NamedTuple):
+class _DeviceTensor(NamedTuple):
     """Hold what stays on the device."""
 
     tensor: Tensor
     version: int
 
 
-class _Item:
+class _OffloadedTensor:
     """Hold one tensor's bytes elsewhere; see the module's text."""
 
-    def __init__(self, near: _Near, home: Home, runs: list[Run], stored: Handle) -> None:
-        self.near: _Near | None = near  # until it is stored
+    def __init__(self, near: _DeviceTensor, home: ActivationStorage, runs: list[PageRun], stored: AsyncHandle) -> None:
+        self.near: _DeviceTensor | None = near  # until it is stored
         self._home, self.runs = home, runs
-        self.stored: Handle | None = stored  # until somebody has waited
+        self.stored: AsyncHandle | None = stored  # until somebody has waited
         self.lost = False  # it was not stored
         like = near.tensor
         self.storage = StorageWeakRef(like.untyped_storage())  # as long as it lives no other storage has this address
@@ -73,7 +78,7 @@ class _Item:
         self.saves = self.asked = 0
         self.last_pass = -1  # of autograd that asked
         self.here: Tensor | None = None  # uint8, on the device again
-        self.arrival: Handle | None = None
+        self.arrival: AsyncHandle | None = None
 
     def settle(self) -> None:
         """Wait until it is stored; raises what became of that, once."""
@@ -93,18 +98,18 @@ class _Item:
         self._home.give(self.runs)
 
 
-class _Forward:
+class _ForwardSaves:
     """Hold the saves of one forward, in order."""
 
     def __init__(self) -> None:
-        self.saves: list[weakref.ref[_Save]] = []
-        self.ahead: weakref.ref[_Item] | None = None
+        self.saves: list[weakref.ref[_SavedReference]] = []
+        self.ahead: weakref.ref[_OffloadedTensor] | None = None
 
 
-class _Save:
+class _SavedReference:
     """Stand for a tensor in autograd's graph."""
 
-    def __init__(self, item: _Item, forward: _Forward) -> None:
+    def __init__(self, item: _OffloadedTensor, forward: _ForwardSaves) -> None:
         self.item = item
         self.forward = forward
         self.index = len(forward.saves)
@@ -112,7 +117,7 @@ class _Save:
         item.saves += 1
 
 
-class Activations:
+class ActivationOffload:
     """Move what activation checkpointing keeps, around every forward of one model.
 
     Args:
@@ -121,24 +126,24 @@ class Activations:
         sharers: ranks that hold equal activations, each of which keeps one part; None: each keeps its own.
     """
 
-    def __init__(self, home: Home, device: torch.device, sharers: Communicator | None = None) -> None:
+    def __init__(self, home: ActivationStorage, device: torch.device, sharers: Communicator | None = None) -> None:
         self._home = home
         self._device = device
         self._sharers = sharers
         self._compared = False  # what the sharers hold is the same
         self._resident: set[int] = set()  # storages that stay
-        self._items: weakref.WeakValueDictionary[tuple[Any, ...], _Item] = weakref.WeakValueDictionary()
-        self._under_way: deque[_Item] = deque()
+        self._items: weakref.WeakValueDictionary[tuple[Any, ...], _OffloadedTensor] = weakref.WeakValueDictionary()
+        self._under_way: deque[_OffloadedTensor] = deque()
         self._entered: list[saved_tensors_hooks | None] = []
-        self._forward = _Forward()
+        self._forward = _ForwardSaves()
 
     def leave(self, buffers: Iterable[Tensor]) -> None:
         """Have all that lies in the memory of ``buffers`` stay."""
         self._resident.update(buffer.untyped_storage()._cdata for buffer in buffers)
 
-    def visit(self) -> Visit:
+    def visit(self) -> ForwardHook:
         """Return what stands around the model's forward."""
-        return Visit(self._enter, lambda module, output: self._leave(), self._leave)
+        return ForwardHook(self._enter, lambda module, output: self._leave(), self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(None)
@@ -147,7 +152,7 @@ class Activations:
         hooks: Any = torch._C._autograd
         if in_backward() or not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True):
             return
-        self._forward = _Forward()
+        self._forward = _ForwardSaves()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._entered[-1] = hooks
@@ -159,28 +164,34 @@ class Activations:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> _Near | _Save:
-        if self._may_move(tensor) and _kept_by_checkpointing():
+    def _pack(self, tensor: Tensor) -> _DeviceTensor | _SavedReference:
+        if self._may_move(tensor) and _is_checkpoint_input():
             return self._save(tensor)
-        return _Near(tensor.detach(), tensor._version)  # the tensor itself would hold itself, where it is an output
+        return _DeviceTensor(
+            tensor.detach(), tensor._version
+        )  # the tensor itself would hold itself, where it is an output
 
     def _may_move(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or not tensor.requires_grad or tensor.nbytes < SMALL_BYTES:
             return False
         plain = tensor.layout == torch.strided and tensor.device == self._device
         # With the strides that it has, for sums depend on them: so a tensor with gaps, which need not move, stays.
-        return plain and _span(tensor) == tensor.numel() and tensor.untyped_storage()._cdata not in self._resident
+        return (
+            plain and _spanned_numel(tensor) == tensor.numel() and tensor.untyped_storage()._cdata not in self._resident
+        )
 
-    def _save(self, tensor: Tensor) -> _Save:
-        near = _Near(tensor.detach(), tensor._version)
+    def _save(self, tensor: Tensor) -> _SavedReference:
+        near = _DeviceTensor(tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()._cdata
         key = storage, near.version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         item = self._items.get(key)
         if item is None:
-            item = self._items[key] = _Item(near, self._home, *self._home.store(self._part(_raw(near.tensor))))
+            item = self._items[key] = _OffloadedTensor(
+                near, self._home, *self._home.store(self._part(_dense_bytes(near.tensor)))
+            )
             self._under_way.append(item)
             self._settle(1)
-        return _Save(item, self._forward)
+        return _SavedReference(item, self._forward)
 
     def _settle(self, most: int) -> None:
         """Wait until at most so many tensors are on their way out."""
@@ -192,7 +203,7 @@ class Activations:
         if self._sharers is None:
             return raw
         if not self._compared:
-            _compare(raw, self._sharers)
+            _check_sharers_equal(raw, self._sharers)
             self._compared = True
         nbytes = self._part_bytes(raw.numel())
         part = raw[self._sharers.rank * nbytes :][:nbytes]
@@ -206,23 +217,23 @@ class Activations:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _unpack(self, kept: _Near | _Save) -> Tensor:
-        if type(kept) is _Near:
+    def _unpack(self, kept: _DeviceTensor | _SavedReference) -> Tensor:
+        if type(kept) is _DeviceTensor:
             if kept.tensor._version != kept.version:
-                raise _written(kept.tensor)
+                raise _written_activation_error(kept.tensor)
             return kept.tensor
-        assert type(kept) is _Save
+        assert type(kept) is _SavedReference
         self._settle(0)
         self._start(kept.item)
         self._start_before(kept)
         return self._arrived(kept.item)
 
-    def _start(self, item: _Item) -> None:
+    def _start(self, item: _OffloadedTensor) -> None:
         if item.arrival is None:
             item.here = torch.empty(self._part_bytes(item.nbytes), dtype=torch.uint8, device=self._device)
             item.arrival = self._home.fetch(item.runs, item.here)
 
-    def _start_before(self, save: _Save) -> None:
+    def _start_before(self, save: _SavedReference) -> None:
         """Start the way back of what was saved before ``save``, unless another has come that nobody took."""
         forward = save.forward
         ahead = None if forward.ahead is None else forward.ahead()
@@ -236,15 +247,15 @@ class Activations:
                 self._start(before.item)
                 return
 
-    def _arrived(self, item: _Item) -> Tensor:
+    def _arrived(self, item: _OffloadedTensor) -> Tensor:
         assert item.arrival is not None and item.here is not None
         arrival, here = item.arrival, item.here
         item.here = item.arrival = None  # for the reason that is in settle()
         arrival.wait()
         if item.lost:
-            raise _lost(item)
+            raise _lost_activation_error(item)
         if item.written:
-            raise _written(item)
+            raise _written_activation_error(item)
         raw = here
         if self._sharers is not None:
             raw = torch.empty(raw.numel() * self._sharers.size, dtype=torch.uint8, device=self._device)
@@ -256,23 +267,27 @@ class Activations:
         return raw[: item.nbytes].view(item.dtype).as_strided(item.shape, item.stride)
 
 
-_HOMES = {Memory.DEVICE: home_on_device, Memory.HOST: home_on_host, Memory.NVME: home_on_disk}
+_HOMES = {
+    Memory.DEVICE: device_activation_storage,
+    Memory.HOST: host_activation_storage,
+    Memory.NVME: disk_activation_storage,
+}
 
 
-def around_forward(
-    placement: Placement, spaces: Spaces, device: torch.device, flats: Iterable[Flat], mesh: CountingMesh
-) -> Visit | None:
+def make_activation_hook(
+    placement: Placement, spaces: MemorySpaces, device: torch.device, flats: Iterable[FlatParameter], mesh: CountingMesh
+) -> ForwardHook | None:
     """Return what stands around the forward of a model whose activations rest where ``placement`` says."""
-    sharers = Group(mesh, placement.axes)
+    sharers = RankGroup(mesh, placement.axes)
     if not placement.far and not sharers.many:
         return None
     home = _HOMES[placement.memory](spaces, device)
-    activations = Activations(home, device, sharers.communicator("activations") if sharers.many else None)
+    activations = ActivationOffload(home, device, sharers.communicator("activations") if sharers.many else None)
     activations.leave(flat.whole for flat in flats)
     return activations.visit()
 
 
-def _kept_by_checkpointing() -> bool:
+def _is_checkpoint_input() -> bool:
     """Return whether torch's activation checkpointing saves an input: then its module called the hook that asks."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == torch.autograd.function.__name__:
@@ -280,20 +295,20 @@ def _kept_by_checkpointing() -> bool:
     return frame is not None and frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__
 
 
-def _span(tensor: Tensor) -> int:
+def _spanned_numel(tensor: Tensor) -> int:
     """Return how many elements lie between the first and the last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def _dense_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor without gaps, in the order in which they lie."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _compare(raw: Tensor, sharers: Communicator) -> None:
+def _check_sharers_equal(raw: Tensor, sharers: Communicator) -> None:
     """Raise a ConfigError, on all of them, where sharers hold different bytes: a part of each would make nothing."""
     said = torch.empty(sharers.size * 2, dtype=torch.int64, device=raw.device)
-    sharers.all_gather(said, digest(raw), tag="activations").wait()
+    sharers.all_gather(said, digest_integers(raw), tag="activations").wait()
     if not said.view(-1, 2).eq(said[:2]).all():
         raise ConfigError(
             "plan: activations.axes",
@@ -303,7 +318,7 @@ def _compare(raw: Tensor, sharers: Communicator) -> None:
         )
 
 
-def _lost(tensor: _Item) -> StateError:
+def _lost_activation_error(tensor: _OffloadedTensor) -> StateError:
     return StateError(
         "backward",
         expected="activations that were stored in forward",
@@ -312,7 +327,7 @@ def _lost(tensor: _Item) -> StateError:
     )
 
 
-def _written(tensor: Any) -> StateError:
+def _written_activation_error(tensor: Any) -> StateError:
     return StateError(
         "backward",
         expected="a saved tensor as it was in forward",

@@ -12,28 +12,32 @@ from torch import nn
 from npuzero.comm import Mesh, World
 from npuzero.errors import ConfigError, NpuZeroError
 from npuzero.plan import PIPE, STAGE, TENSOR
-from npuzero.shard.axes import check_tensor_axis, own_names, repeated_stage, uses_tensor
-from npuzero.shard.cuts import cut_of
+from npuzero.shard.axes import check_tensor_axis, repeated_stage_error, stage_parameter_names, uses_tensor_axis
+from npuzero.shard.cuts import get_cut
 from npuzero.shard.discover import UnitSpec
-from npuzero.shard.relations import is_tied, relations_of
+from npuzero.shard.relations import get_relations, is_tied
 
 
-def describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
+def describe_model(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
     """Return what all ranks must agree on, in order: names, and what is known of each."""
     parameters = [
-        (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}{_related(p)}")
+        (
+            name,
+            f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, "
+            f"requires_grad={p.requires_grad}{_describe_relations(p)}",
+        )
         for spec in specs
         for name, p in spec.parameters
     ]
     return parameters + [(name, f"buffer {name}, {list(b.shape)} {b.dtype}") for name, b in model.named_buffers()]
 
 
-def _related(parameter: nn.Parameter) -> str:
-    words = [f", {relation.value} along {axis}" for axis, relation in relations_of(parameter).items()]
-    return "".join([*words, f", {cut}" if (cut := cut_of(parameter)) else ""])
+def _describe_relations(parameter: nn.Parameter) -> str:
+    words = [f", {relation.value} along {axis}" for axis, relation in get_relations(parameter).items()]
+    return "".join([*words, f", {cut}" if (cut := get_cut(parameter)) else ""])
 
 
-def check_agreement(
+def check_same_model(
     model: list[tuple[str, str]], same: dict[str, str], world: World, problem: NpuZeroError | None
 ) -> None:
     """Check that all ranks shard the same model by the same plan: else they would hang or mix up bytes later.
@@ -44,15 +48,17 @@ def check_agreement(
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
     mine = {"problem": problem and str(problem), **same, "model": digest}
     said: list[Any] = world.exchange(mine)
-    _check_said(said, ("problem", "model"), problem, world.ranks)
+    _check_exchanged(said, ("problem", "model"), problem, world.ranks)
     if any(other["model"] != said[0]["model"] for other in said):
         models: list[Any] = world.exchange(model)
         for rank, other in enumerate(models):
             if other != models[0]:
-                raise _disagreement("model", *_first_difference(models[0], other, world.ranks[rank]), world.ranks[0])
+                raise _model_mismatch_error(
+                    "model", *_first_difference(models[0], other, world.ranks[rank]), world.ranks[0]
+                )
 
 
-def check_stages(
+def check_same_stages(
     mesh: Mesh, same: dict[str, str], problem: NpuZeroError | None, described: dict[str, str], specs: list[UnitSpec]
 ) -> None:
     """Check that all stages follow one plan, and have different parameters, but for those that the first and the last
@@ -62,17 +68,23 @@ def check_stages(
     """
     stage, last, ranks = mesh.index((PIPE,)), mesh.size((PIPE,)) - 1, range(mesh.world.size)
     tied = [] if problem else [described[name] for name, p in specs[0].parameters if is_tied(p)]
-    own = [] if mesh.index(STAGE) else own_names(specs)  # the ranks of a stage have the same
-    mine = {"problem": problem and str(problem), "tied": tied, "stage": stage, "own": own, "tensor": uses_tensor(specs)}
+    own = [] if mesh.index(STAGE) else stage_parameter_names(specs)  # the ranks of a stage have the same
+    mine = {
+        "problem": problem and str(problem),
+        "tied": tied,
+        "stage": stage,
+        "own": own,
+        "tensor": uses_tensor_axis(specs),
+    }
     said: list[Any] = mesh.world.exchange({**same, **mine})
-    _check_said(said, tuple(mine), problem, ranks)
+    _check_exchanged(said, tuple(mine), problem, ranks)
     stages_of: dict[str, list[int]] = {}
     for other in said:
         for name in other["own"]:
             stages_of.setdefault(name, []).append(other["stage"])
     twice = next((name for name, stages in stages_of.items() if len(stages) > 1), None)
     if twice is not None:
-        raise repeated_stage(twice, stages_of[twice])
+        raise repeated_stage_error(twice, stages_of[twice])
     check_tensor_axis(mesh.size((TENSOR,)), any(other["tensor"] for other in said))
     for rank, other in enumerate(said):
         if other["tied"] != (said[0]["tied"] if other["stage"] in (0, last) else []):
@@ -85,7 +97,7 @@ def check_stages(
             )
 
 
-def _check_said(
+def _check_exchanged(
     said: Sequence[dict[str, Any]], apart: Sequence[str], problem: NpuZeroError | None, ranks: Sequence[int]
 ) -> None:
     """Raise this rank's ``problem``, another's, or a difference in what ``ranks`` have said, but for ``apart``."""
@@ -105,7 +117,7 @@ def _check_said(
         for rank, other in zip(ranks, said, strict=True):
             if other.get(subject) != said[0].get(subject):
                 first, theirs = said[0].get(subject, "none"), other.get(subject, "none")
-                raise _disagreement(subject, first, rank, theirs, ranks[0])
+                raise _model_mismatch_error(subject, first, rank, theirs, ranks[0])
 
 
 def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tuple[str, int, str]:
@@ -118,7 +130,7 @@ def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tupl
     return f"{first} before {other}", rank, f"{other} before {first}"
 
 
-def _disagreement(subject: str, said: str, rank: int, theirs: str, first: int) -> ConfigError:
+def _model_mismatch_error(subject: str, said: str, rank: int, theirs: str, first: int) -> ConfigError:
     return ConfigError(
         f"npuzero.zero(): {subject}",
         expected=f"the same on every rank, as on rank {first}: {said}",

@@ -15,7 +15,7 @@ from npuzero.comm import Mesh, World
 from npuzero.errors import ConfigError
 from npuzero.plan import DATA, PIPE, SEQUENCE, TENSOR, Axes, MeshShape, Relation
 from npuzero.shard.discover import UnitSpec
-from npuzero.shard.relations import is_tied, relation_along, relations_of
+from npuzero.shard.relations import get_relation, get_relations, is_tied
 
 _MESH, _DIVIDED = "_npuzero_mesh", "_npuzero_divided"
 
@@ -26,7 +26,7 @@ def bind_mesh(module: nn.Module, mesh: Mesh) -> None:
         setattr(parameter, _MESH, mesh)
 
 
-def mesh_of(model: nn.Module, given: World | Mesh | None) -> World | Mesh | None:
+def find_mesh(model: nn.Module, given: World | Mesh | None) -> World | Mesh | None:
     """Return the ranks to train ``model`` on: those ``given``, or the mesh that its layers were divided over.
 
     Raises:
@@ -37,7 +37,7 @@ def mesh_of(model: nn.Module, given: World | Mesh | None) -> World | Mesh | None
         return given
     chosen = given if isinstance(given, Mesh) else bound[0][1]
     for name, mesh in bound:
-        if not _alike(mesh, chosen) or (isinstance(given, World) and given is not mesh.world):
+        if not _is_same_mesh(mesh, chosen) or (isinstance(given, World) and given is not mesh.world):
             raise ConfigError(
                 "npuzero.zero(): mesh",
                 expected=f"the mesh that the layer of parameter {name} was divided over: {mesh}",
@@ -48,15 +48,15 @@ def mesh_of(model: nn.Module, given: World | Mesh | None) -> World | Mesh | None
     return chosen
 
 
-def _alike(mesh: Mesh, other: Mesh) -> bool:
+def _is_same_mesh(mesh: Mesh, other: Mesh) -> bool:
     return mesh.world is other.world and all(
         mesh.size(axes) == other.size(axes) for axes in (DATA, (PIPE,), (TENSOR,), (SEQUENCE,))
     )
 
 
-def uses_tensor(specs: Sequence[UnitSpec]) -> bool:
+def uses_tensor_axis(specs: Sequence[UnitSpec]) -> bool:
     """Return whether anything has been said of a parameter along the tensor axis."""
-    return any(relation_along(p, TENSOR) is not None for spec in specs for _, p in spec.parameters)
+    return any(get_relation(p, TENSOR) is not None for spec in specs for _, p in spec.parameters)
 
 
 def check_tensor_axis(ranks: int, used: bool) -> None:
@@ -86,7 +86,7 @@ def check_axes(model: nn.Module, specs: Sequence[UnitSpec], ranks: World | Mesh,
             that was not there when it was divided.
     """
     if isinstance(ranks, World):
-        for name, relations in ((n, relations_of(p)) for spec in specs for n, p in spec.parameters):
+        for name, relations in ((n, get_relations(p)) for spec in specs for n, p in spec.parameters):
             axis = next((axis for axis in relations if axis not in DATA), None)
             if axis is not None and ranks.size > 1:
                 raise ConfigError(
@@ -97,16 +97,16 @@ def check_axes(model: nn.Module, specs: Sequence[UnitSpec], ranks: World | Mesh,
                     parameter=name,
                 )
     elif shape.tensor > 1:
-        _check_added(model)
+        _check_no_adapters(model)
 
 
-def _check_added(model: nn.Module) -> None:
+def _check_no_adapters(model: nn.Module) -> None:
     """Refuse parameters that an adapter has put inside a model after ``parallel.tensor`` had divided it."""
     for path, module in model.named_modules():
         if _DIVIDED not in vars(module):
             continue
         for name, parameter in module.named_parameters(prefix=path):
-            if relation_along(parameter, TENSOR) is None:
+            if get_relation(parameter, TENSOR) is None:
                 raise ConfigError(
                     f"parameter {name}",
                     expected="the parameters that the model had when parallel.tensor() divided it",
@@ -122,23 +122,23 @@ def mark_divided(model: nn.Module) -> None:
     setattr(model, _DIVIDED, True)
 
 
-def shared_inputs(model: nn.Module, specs: Sequence[UnitSpec], shape: MeshShape) -> Axes:
+def find_shared_axes(model: nn.Module, specs: Sequence[UnitSpec], shape: MeshShape) -> Axes:
     """Return the axes along which all ranks are to call ``model`` with the same inputs.
 
     Stages of a pipeline are called with each other's activations; and where layers of the program's own see a part of
     the tokens on each rank ("summed"), it may have divided them before.
     """
-    divides = any(relation_along(p, TENSOR) is Relation.SUMMED for spec in specs for _, p in spec.parameters)
+    divides = any(get_relation(p, TENSOR) is Relation.SUMMED for spec in specs for _, p in spec.parameters)
     ours = any(_DIVIDED in vars(module) for module in model.modules())
     return (TENSOR,) if shape.pipe == 1 and (ours or not divides) else ()
 
 
-def own_names(specs: Sequence[UnitSpec]) -> list[str]:
+def stage_parameter_names(specs: Sequence[UnitSpec]) -> list[str]:
     """Return the names of the parameters that one stage of a pipeline has for itself."""
     return [name for spec in specs for name, parameter in spec.parameters if not is_tied(parameter)]
 
 
-def repeated_stage(name: str, stages: Sequence[int]) -> ConfigError:
+def repeated_stage_error(name: str, stages: Sequence[int]) -> ConfigError:
     """Return the error of stages of a pipeline that have a parameter of the same ``name``."""
     return ConfigError(
         "npuzero.zero(): mesh: axis pipe",

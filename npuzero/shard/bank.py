@@ -11,33 +11,33 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuzero.device import Handle, Ready
-from npuzero.memory import Space, Spaces
+from npuzero.device import AsyncHandle, ReadyHandle
+from npuzero.memory import MemorySpace, MemorySpaces
 from npuzero.ops.storage import stored_numel
-from npuzero.shard.chunks import Chunk
-from npuzero.shard.flat import Flat
-from npuzero.shard.snapshot import Kept
-from npuzero.shard.spread import Part, Spread
+from npuzero.shard.chunks import UpdateChunk
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.snapshot import KeptPart
+from npuzero.shard.spread import TieredTensor, TierRange
 
 #: By flat, the names and dtypes of its states.
-Fields = Mapping[Flat, Mapping[str, torch.dtype]]
+Fields = Mapping[FlatParameter, Mapping[str, torch.dtype]]
 #: Of a piece, by name, each state as it is stored: of the piece's elements alone.
 Views = Mapping[str, Tensor]
 
 
-class Bank(ABC):
+class StateStore(ABC):
     """Hold the states ``fields`` of the pieces of ``chunks``.
 
     The update asks for chunk after chunk (``fetch``, ``views``, ``store``), each at its turn, by which a slot of a ring
     goes; everybody else for ranges, by :meth:`parts`, while no update is under way.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None]) -> None:
+    def __init__(self, chunks: Sequence[UpdateChunk], fields: Fields, quiet: Callable[[], None]) -> None:
         self._chunks = chunks
         self._fields = fields
         self._quiet = quiet
         # By flat: of each of its pieces the chunk, and which piece of that it is.
-        self._places: dict[Flat, list[tuple[int, int]]] = {flat: [] for flat in fields}
+        self._places: dict[FlatParameter, list[tuple[int, int]]] = {flat: [] for flat in fields}
         for k, chunk in enumerate(chunks):
             for i, piece in enumerate(chunk.pieces):
                 if piece.flat in fields:
@@ -56,7 +56,7 @@ class Bank(ABC):
         return
 
     @abstractmethod
-    def fetch(self, k: int, turn: int) -> Handle:
+    def fetch(self, k: int, turn: int) -> AsyncHandle:
         """Begin to bring chunk ``k`` to the host."""
 
     def foresee(self, k: int, turn: int) -> None:
@@ -68,14 +68,14 @@ class Bank(ABC):
         """Return the states of each piece of chunk ``k``, which is on the host."""
 
     @abstractmethod
-    def store(self, k: int, turn: int) -> Handle:
+    def store(self, k: int, turn: int) -> AsyncHandle:
         """Begin to bring chunk ``k``, which was written, back to where it rests."""
 
     @abstractmethod
     def opened(self, k: int, write: bool) -> list[Views]:
         """Return as :meth:`views`, for who is not the update; lasts until another chunk is opened."""
 
-    def kept(self, name: str, k: int, i: int) -> Kept | None:
+    def kept(self, name: str, k: int, i: int) -> KeptPart | None:
         """Keep a state of a piece where it is, until it is released; None where it must be copied to be kept.
 
         Raises:
@@ -83,40 +83,42 @@ class Bank(ABC):
         """
         return None
 
-    def has(self, flat: Flat) -> bool:
+    def has(self, flat: FlatParameter) -> bool:
         """Tell whether any state of ``flat`` is here."""
         return flat in self._fields
 
-    def spread(self, flat: Flat, name: str) -> Spread:
+    def spread(self, flat: FlatParameter, name: str) -> TieredTensor:
         """Return a state of a flat: what lies near of it, and its pieces here."""
         pieces = [(self._chunks[k].pieces[i], k, i) for k, i in self._places[flat]]
         parts = [
-            Part(piece.begin, piece.end, partial(self._open, name, k, i), partial(self.kept, name, k, i))
+            TierRange(piece.begin, piece.end, partial(self._open, name, k, i), partial(self.kept, name, k, i))
             for piece, k, i in pieces
         ]
-        return Spread(self._fields[flat][name], parts)
+        return TieredTensor(self._fields[flat][name], parts)
 
     def _open(self, name: str, k: int, i: int, write: bool) -> Tensor:
         self._quiet()
         return self.opened(k, write)[i][name]
 
 
-class HostBank(Bank):
+class HostStateStore(StateStore):
     """Hold states in the host's memory, where they are updated in place.
 
     A state of a flat is one tensor of the stored pieces side by side: the flat's own elements in order, where none are
     codes.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], spaces: Spaces) -> None:
+    def __init__(
+        self, chunks: Sequence[UpdateChunk], fields: Fields, quiet: Callable[[], None], spaces: MemorySpaces
+    ) -> None:
         super().__init__(chunks, fields, quiet)
-        self._wholes: dict[tuple[Flat, str], Tensor] = {}
+        self._wholes: dict[tuple[FlatParameter, str], Tensor] = {}
         self._views: list[list[dict[str, Tensor]]] = [[{} for _ in chunk.pieces] for chunk in chunks]
         for flat, states in fields.items():
             for name, dtype in states.items():
                 self._allocate(spaces.host, flat, name, dtype)
 
-    def _allocate(self, space: Space, flat: Flat, name: str, dtype: torch.dtype) -> None:
+    def _allocate(self, space: MemorySpace, flat: FlatParameter, name: str, dtype: torch.dtype) -> None:
         places = self._places[flat]
         pieces = [self._chunks[k].pieces[i] for k, i in places]
         lengths = [stored_numel(piece.end - piece.begin, dtype) for piece in pieces]
@@ -124,18 +126,18 @@ class HostBank(Bank):
         for (k, i), part in zip(places, whole.split(lengths), strict=True):
             self._views[k][i][name] = part
 
-    def whole(self, flat: Flat, name: str) -> Tensor:
+    def whole(self, flat: FlatParameter, name: str) -> Tensor:
         """Return a state of all far elements of a flat, which is not kept in codes."""
         return self._wholes[flat, name]
 
-    def fetch(self, k: int, turn: int) -> Handle:
-        return Ready()
+    def fetch(self, k: int, turn: int) -> AsyncHandle:
+        return ReadyHandle()
 
     def views(self, k: int, turn: int) -> list[Views]:
         return list(self._views[k])
 
-    def store(self, k: int, turn: int) -> Handle:
-        return Ready()
+    def store(self, k: int, turn: int) -> AsyncHandle:
+        return ReadyHandle()
 
     def opened(self, k: int, write: bool) -> list[Views]:
         return self.views(k, 0)

@@ -22,21 +22,21 @@ from torch import Tensor
 from npuzero.comm import World
 from npuzero.errors import StateError
 from npuzero.plan import DIGEST_BITS, STAGE
-from npuzero.shard.accord import Accord
-from npuzero.shard.census import Census
+from npuzero.shard.accord import OptimizerRuleVote
+from npuzero.shard.census import ParameterCheck
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.early import Early
-from npuzero.shard.flat import Flat
-from npuzero.shard.gradient import has_values
+from npuzero.shard.early import EarlyUpdate
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gradient import has_gradient_values
 from npuzero.shard.inputs import SharedInputs
-from npuzero.shard.ownership import deleted
-from npuzero.shard.pipe import Pipe
-from npuzero.shard.reduce import Reducer
-from npuzero.shard.rest import Group
-from npuzero.shard.sums import Sums
+from npuzero.shard.ownership import deleted_model_error
+from npuzero.shard.pipe import StageVote
+from npuzero.shard.reduce import GradientReducer
+from npuzero.shard.rest import RankGroup
+from npuzero.shard.sums import GradientSums
 from npuzero.shard.unit import Unit
-from npuzero.shard.update import Update
-from npuzero.shard.values import Values
+from npuzero.shard.update import OptimizerUpdate
+from npuzero.shard.values import FullParameters
 
 #: Of how many parameters an error gives the names.
 _NAMED = 10
@@ -45,7 +45,7 @@ _NAMED = 10
 LENT_BYTES = 2**20
 
 
-class Stage(enum.Enum):
+class BoundaryPhase(enum.Enum):
     """Name how far the present gradients are."""
 
     OPEN = "open"
@@ -53,7 +53,7 @@ class Stage(enum.Enum):
     STEPPED = "stepped"
 
 
-class Boundary:
+class StepBoundary:
     """Keep track of the gradients of one model between two updates.
 
     Attributes:
@@ -73,12 +73,12 @@ class Boundary:
         units: Sequence[Unit],
         world: World,
         mesh: CountingMesh,
-        pipe: Pipe,
-        reducer: Reducer,
-        update: Update,
-        early: Early,
-        values: Values,
-        census: Census,
+        pipe: StageVote,
+        reducer: GradientReducer,
+        update: OptimizerUpdate,
+        early: EarlyUpdate,
+        values: FullParameters,
+        census: ParameterCheck,
         inputs: SharedInputs,
         *,
         ignore_unused: bool,
@@ -94,16 +94,16 @@ class Boundary:
         self._census = census
         self._ignore_unused = ignore_unused
         self.board = world.board
-        self.accord = Accord(self._flats, world, pipe.world, inputs)
-        self.sums = Sums(self._flats, mesh, world.device)
+        self.accord = OptimizerRuleVote(self._flats, world, pipe.world, inputs)
+        self.sums = GradientSums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
         self.incomplete = False
         # Flags, each with the ids of the parameters whose next update it may skip.
         self._skips: list[tuple[frozenset[int], Tensor]] = []
         self._trained = frozenset(id(parameter) for flat in self._flats for parameter in flat.parameters)
-        self._stage = Stage.OPEN
-        self._used: dict[Flat, list[bool]] = {}  # per slot, where AGREED
+        self._stage = BoundaryPhase.OPEN
+        self._used: dict[FlatParameter, list[bool]] = {}  # per slot, where AGREED
         self._some = False  # any stage has gradients, where AGREED
         self._scaled = False  # gradient_scale is not 1
         self._brought = False  # a backward pass of this rank is in what the next step sums, whatever was dropped of it
@@ -111,19 +111,19 @@ class Boundary:
 
     @property
     def summed(self) -> bool:
-        return self._stage is not Stage.OPEN
+        return self._stage is not BoundaryPhase.OPEN
 
     @property
     def agreed(self) -> bool:
-        return self._stage is Stage.AGREED
+        return self._stage is BoundaryPhase.AGREED
 
     @property
-    def used_slots(self) -> Mapping[Flat, list[bool]]:
+    def used_slots(self) -> Mapping[FlatParameter, list[bool]]:
         """Return by flat, per slot, whether any rank has a gradient in the present step (after :meth:`finish`)."""
-        assert self._stage is Stage.AGREED
+        assert self._stage is BoundaryPhase.AGREED
         return self._used
 
-    def used(self, flat: Flat) -> list[bool]:
+    def used(self, flat: FlatParameter) -> list[bool]:
         """Return of one flat what :attr:`used_slots` has of it."""
         return self.used_slots[flat]
 
@@ -134,18 +134,18 @@ class Boundary:
             whether there are some already.
         """
         present = self._present()
-        some = _any_values(present)
-        self._update.spare_gradients(used=self._stage is Stage.STEPPED and some)
+        some = _any_gradient_values(present)
+        self._update.spare_gradients(used=self._stage is BoundaryPhase.STEPPED and some)
         if not some:  # the program has zeroed the gradients, in whatever way
             self.forget()
         elif self.incomplete:
-            raise _incomplete("backward")
+            raise _incomplete_gradients_error("backward")
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             self.apply_scale()
-        if self._stage is Stage.STEPPED:  # what no optimizer has used of the last step's
+        if self._stage is BoundaryPhase.STEPPED:  # what no optimizer has used of the last step's
             self._skips.clear()
         self._clear_dropped(present)
-        self._stage = Stage.OPEN
+        self._stage = BoundaryPhase.OPEN
         self.sums.forget()
         self._brought = True
         return some
@@ -163,12 +163,12 @@ class Boundary:
                 got="a call inside a backward pass, or after one that raised",
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
-        if self.incomplete and _any(self._present()):
-            raise _incomplete("npuzero step")
+        if self.incomplete and _any_flag(self._present()):
+            raise _incomplete_gradients_error("npuzero step")
         if not self.early.begun:  # else these are gradients of a step to come
             with self._update.holding():
-                self._update.spare_gradients(used=self._stage is Stage.STEPPED)
-        if self._stage is not Stage.AGREED:
+                self._update.spare_gradients(used=self._stage is BoundaryPhase.STEPPED)
+        if self._stage is not BoundaryPhase.AGREED:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank
             present = self._present()
@@ -176,29 +176,29 @@ class Boundary:
                 self._used = present
                 self.sums.forget()
                 self._clear_dropped(present)
-                self._some = _any(present) or self._pipe.many  # other stages may not have dropped theirs
+                self._some = _any_flag(present) or self._pipe.many  # other stages may not have dropped theirs
         self._brought = self._brought and self._some
         return self._some
 
     def _agree_anew(self) -> None:
         root = self._units[0].module()
         if root is None:
-            raise deleted("optimizer")
+            raise deleted_model_error("optimizer")
         self._census.check(root)
         present = self._present()
         self._clear_dropped(present)
         self._values.look_at_whole()
-        if not self._brought and not _any_values(present):
+        if not self._brought and not _any_gradient_values(present):
             self.forget()
-            _meet_in_gathers(self._units, self.gradient_scale.device)
+            _interrupt_gathers(self._units, self.gradient_scale.device)
         # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
         self._reducer.finish()
         self.accord.begin_vote()
         votes = self._vote(present)
         in_use = {flat: [ranks > 0 for ranks in slots] for flat, slots in votes.items()}
         self._used = self._pipe.tie(in_use)
-        _clear_unused(self._used)
-        self._some = self._pipe.agree(_any(self._used), self.accord)
+        _zero_unused_gradients(self._used)
+        self._some = self._pipe.agree(_any_flag(self._used), self.accord)
         if self._some and not self._ignore_unused:
             self._refuse_unused(votes)
         with torch._C.DisableTorchFunctionSubclass():
@@ -206,14 +206,14 @@ class Boundary:
                 for i, (anywhere, here) in enumerate(zip(used, present[flat], strict=True)):
                     if anywhere and not here:
                         flat.gradient.adopt(i)
-        self._stage = Stage.AGREED
+        self._stage = BoundaryPhase.AGREED
 
-    def _present(self) -> dict[Flat, list[bool]]:
+    def _present(self) -> dict[FlatParameter, list[bool]]:
         """Return per slot whether this rank has a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return {flat: flat.gradient.present() for flat in self._flats}
 
-    def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
+    def _clear_dropped(self, present: Mapping[FlatParameter, list[bool]]) -> None:
         """Zero what the buffers hold of gradients that the program dropped, or set to zeros, while others stay."""
         for flat, here in present.items():
             for i in flat.gradient.dropped(here):
@@ -221,7 +221,7 @@ class Boundary:
                 flat.gradient.clear(i)
                 self._dropped = self._dropped or not here[i]
 
-    def _refuse_unused(self, votes: Mapping[Flat, list[int]]) -> None:
+    def _refuse_unused(self, votes: Mapping[FlatParameter, list[int]]) -> None:
         """Raise where some rank has no gradient of a parameter that trains. Collective over the stages.
 
         Raises:
@@ -251,7 +251,7 @@ class Boundary:
                 parameters=names,
             )
 
-    def _vote(self, present: dict[Flat, list[bool]]) -> Mapping[Flat, list[int]]:
+    def _vote(self, present: dict[FlatParameter, list[bool]]) -> Mapping[FlatParameter, list[int]]:
         """Return on how many ranks each slot has a gradient; clear one that some rank dropped and no rank has.
 
         Where ranks follow different rules, or any has written into parameters, all compare.
@@ -317,7 +317,7 @@ class Boundary:
 
     def step_ends(self, members: frozenset[int]) -> None:
         """Note that an update of ``members`` has used the gradients."""
-        self._stage = Stage.STEPPED
+        self._stage = BoundaryPhase.STEPPED
         self._used = {}
         self._skips = [(left, flag) for parameters, flag in self._skips if (left := parameters - members)]
         self.skip = None
@@ -327,7 +327,7 @@ class Boundary:
     def forget(self) -> None:
         """Drop all gradients."""
         self._reducer.reset()
-        self._stage = Stage.OPEN
+        self._stage = BoundaryPhase.OPEN
         self.incomplete = self._dropped = self._brought = False
         self.gradient_scale.fill_(1.0)
         self._scaled = False
@@ -346,16 +346,16 @@ class Boundary:
             if flat.gradient.buffer.nbytes >= LENT_BYTES
         ]
         # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.
-        done = self._stage is not Stage.AGREED and self._reducer.idle
-        if large and done and not _any_values(self._present()):
+        done = self._stage is not BoundaryPhase.AGREED and self._reducer.idle
+        if large and done and not _any_gradient_values(self._present()):
             self.forget()
             for unit, memory in large:
                 self._update.lend(unit, memory)
 
 
-def _meet_in_gathers(units: Sequence[Unit], device: torch.device) -> None:
+def _interrupt_gathers(units: Sequence[Unit], device: torch.device) -> None:
     """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
-    groups: dict[object, Group] = {}
+    groups: dict[object, RankGroup] = {}
     for flat in (flat for unit in units for flat in unit.flats if flat.rests.parameters.cut):
         groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
     for group in groups.values():
@@ -363,7 +363,7 @@ def _meet_in_gathers(units: Sequence[Unit], device: torch.device) -> None:
         group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
 
 
-def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
+def _zero_unused_gradients(used: Mapping[FlatParameter, list[bool]]) -> None:
     """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
     for flat, anywhere in used.items():
         if flat.gradient.residuals and not flat.gradient.kept.lent:
@@ -371,7 +371,7 @@ def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
                 flat.gradient.clear(i)
 
 
-def _incomplete(subject: str) -> StateError:
+def _incomplete_gradients_error(subject: str) -> StateError:
     return StateError(
         subject,
         expected="gradients that are complete, or none",
@@ -380,9 +380,9 @@ def _incomplete(subject: str) -> StateError:
     )
 
 
-def _any(flags: Mapping[Flat, list[bool]]) -> bool:
+def _any_flag(flags: Mapping[FlatParameter, list[bool]]) -> bool:
     return any(map(any, flags.values()))
 
 
-def _any_values(present: Mapping[Flat, list[bool]]) -> bool:
-    return any(any(here) and has_values(flat.gradient, here) for flat, here in present.items())
+def _any_gradient_values(present: Mapping[FlatParameter, list[bool]]) -> bool:
+    return any(any(here) and has_gradient_values(flat.gradient, here) for flat, here in present.items())

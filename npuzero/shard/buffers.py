@@ -13,7 +13,7 @@ from npuzero.comm import Communicator
 BUFFER_RULES = ("broadcast", "average")
 
 
-class Buffers:
+class BufferSync:
     """Apply one rule to a model's buffers: ``"broadcast"`` (rank 0's, as DDP does) or ``"average"``.
 
     An average is of floating buffers; all others, such as counters, are rank 0's.
@@ -40,7 +40,7 @@ class Buffers:
             wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
             sums = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])
             self._everyone.all_reduce(sums, tag="buffers").wait()
-            _scatter(sums.div_(self._everyone.size), tensors)
+            _unpack_into(sums.div_(self._everyone.size), tensors)
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         if tensors:
@@ -51,7 +51,7 @@ class Buffers:
                 tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned
 
 
-def _scatter(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+def _unpack_into(packed: Tensor, tensors: Sequence[Tensor]) -> None:
     pieces = packed.split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view(tensor.shape))

@@ -13,38 +13,37 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from npuzero import device
-from npuzero.arguments import check_count, check_flag
-from npuzero.arguments import describe as describe_value
+from npuzero.arguments import check_count, check_flag, describe_value
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.memory import check_folders
-from npuzero.plan import PIPE, STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
-from npuzero.shard.agreement import check_agreement, check_stages, describe
-from npuzero.shard.axes import check_axes, check_tensor_axis, uses_tensor
+from npuzero.plan import PIPE, STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, StepSpec, predict_bytes
+from npuzero.shard.agreement import check_same_model, check_same_stages, describe_model
+from npuzero.shard.axes import check_axes, check_tensor_axis, uses_tensor_axis
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.cuts import cut_of, portion_here
-from npuzero.shard.discover import UnitRule, UnitSpec, discover
-from npuzero.shard.flat import Flat
-from npuzero.shard.layout import Layout
-from npuzero.shard.origin import Origin
-from npuzero.shard.parts import Group, indices_of
-from npuzero.shard.plans import Plans
-from npuzero.shard.relations import as_key
-from npuzero.shard.rest import Rests
-from npuzero.shard.tiles import rows_of
+from npuzero.shard.cuts import get_cut, get_local_portion
+from npuzero.shard.discover import UnitRule, UnitSpec, discover_units
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.layout import FlatLayout
+from npuzero.shard.origin import InitialValues
+from npuzero.shard.parts import Group, find_part_indices
+from npuzero.shard.plans import UnitPlans
+from npuzero.shard.relations import relations_key
+from npuzero.shard.rest import ShardSpecs
+from npuzero.shard.tiles import find_tile_rows
 from npuzero.shard.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def agree(
+def agree_on_plan(
     model: nn.Module,
-    plans: Plans,
+    plans: UnitPlans,
     settings: Settings,
     rule: UnitRule,
     ranks: World | Mesh,
-    origin: Origin,
+    origin: InitialValues,
     buffers: str | None = None,
 ) -> tuple[list[UnitSpec], list[Plan], MeshShape]:
     """Return the units of ``model``, their plans and the mesh, once all ranks are known to have the same.
@@ -56,7 +55,7 @@ def agree(
         CheckpointError: the weights it is to have do not fit.
         StateError: the model is sharded already.
     """
-    world = train_together(ranks)
+    world = get_stage_world(ranks)
     staged = isinstance(ranks, Mesh) and ranks.size((PIPE,)) > 1
     specs: list[UnitSpec] = []
     own: list[Plan] = []
@@ -65,11 +64,11 @@ def agree(
     problem: NpuZeroError | None = None
     try:
         device.get(world.device).set_matmul(plans.model.precision.matmul)
-        shape = shape_on(plans.model, ranks)
-        specs = _discover(model, rule)
+        shape = mesh_shape_on(plans.model, ranks)
+        specs = _discover_by_rule(model, rule)
         own = plans.of([spec.name for spec in specs])
         _check_memories([plans.model, *own], settings, world.device)
-        _check_model(model, specs, world)
+        _check_shardable(model, specs, world)
         check_axes(model, specs, ranks, shape)
         _check_cuts(model, specs, shape)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
@@ -77,38 +76,38 @@ def agree(
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
     same = {
-        **_fields("plan", plans.model),
+        **_flatten_fields("plan", plans.model),
         **{
             key: text
             for name, own in plans.units.items()
-            for key, text in _fields(f"unit_plans[{name!r}]", own).items()
+            for key, text in _flatten_fields(f"unit_plans[{name!r}]", own).items()
         },
-        **_fields("settings", settings.common),
+        **_flatten_fields("settings", settings.common),
         "weights": weights,
         "buffers": repr(buffers),
         "mesh": repr(shape),
     }
-    described = [] if problem else describe(model, specs)
+    described = [] if problem else describe_model(model, specs)
     try:
-        check_agreement(described, same, world, problem)
-        check_tensor_axis(shape.tensor, staged or uses_tensor(specs))  # of a pipeline any stage may use it
+        check_same_model(described, same, world, problem)
+        check_tensor_axis(shape.tensor, staged or uses_tensor_axis(specs))  # of a pipeline any stage may use it
     except (ConfigError, StateError, CheckpointError) as error:
         if not staged:
             raise
         problem = error
     if isinstance(ranks, Mesh) and staged:
         common = {key: text for key, text in same.items() if key != "weights" and not key.startswith("unit_plans")}
-        check_stages(ranks, common, problem, dict(described), specs)
+        check_same_stages(ranks, common, problem, dict(described), specs)
         origin.check_stages(ranks)
     return specs, own, shape
 
 
-def train_together(ranks: World | Mesh) -> World:
+def get_stage_world(ranks: World | Mesh) -> World:
     """Return those ranks that train the same modules: a stage of a pipeline knows nothing of other stages' modules."""
     return ranks.part(STAGE) if isinstance(ranks, Mesh) else ranks
 
 
-def shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShape:
+def mesh_shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShape:
     """Return the sizes of the axes that ``plan`` is followed on; a mesh and a plan may both name ``local_size``."""
     if isinstance(ranks, World):
         return plan.mesh_shape(ranks.size, len(ranks.local))
@@ -125,12 +124,12 @@ def shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShape:
     return shape
 
 
-def _fields(path: str, record: object) -> dict[str, str]:
+def _flatten_fields(path: str, record: object) -> dict[str, str]:
     """Return the fields of a dataclass by path, each in words; its name, which says most, before the others."""
     if not is_dataclass(record):
         return {path: repr(record)}
     names = sorted((item.name for item in fields(record)), key=lambda name: name != "name")
-    return {k: text for name in names for k, text in _fields(f"{path}.{name}", getattr(record, name)).items()}
+    return {k: text for name in names for k, text in _flatten_fields(f"{path}.{name}", getattr(record, name)).items()}
 
 
 def build_units(
@@ -140,19 +139,19 @@ def build_units(
     units = []
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
-        flats: list[Flat] = []
-        for layout, _, own in layouts_of(_facts(spec), plan, mesh.shape, settings.bucket_bytes):
+        flats: list[FlatParameter] = []
+        for layout, _, own in build_layouts(_parameter_facts(spec), plan, mesh.shape, settings.bucket_bytes):
             parameters = [named[slot.name] for slot in layout.slots]
-            rests = Rests.of(own, layout, mesh, strict)
-            portions = [portion_here(parameter, mesh) for parameter in parameters]
-            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, own, rests, portions))
+            rests = ShardSpecs.of(own, layout, mesh, strict)
+            portions = [get_local_portion(parameter, mesh) for parameter in parameters]
+            flats.append(FlatParameter(f"{spec.name}[{len(flats)}]", layout, parameters, own, rests, portions))
         units.append(Unit(spec, i, flats, plan))
     return units
 
 
-def predict(
+def predict_model(
     model: nn.Module,
-    plans: Plans,
+    plans: UnitPlans,
     ranks: World | Mesh | MeshShape | int,
     rule: UnitRule,
     settings: Settings,
@@ -160,21 +159,21 @@ def predict(
     **facts: Any,
 ) -> Report:
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``; ``parts``:
-    by modules or names, as :meth:`npuzero.shard.passes.Passes.divide` has them.
+    by modules or names, as :meth:`npuzero.shard.passes.ForwardBackward.divide` has them.
     """
     _check_parts(parts)
-    shape = shape_on(plans.model, ranks)
-    specs = _checked(model, rule)
+    shape = mesh_shape_on(plans.model, ranks)
+    specs = _find_checked_units(model, rule)
     _check_cuts(model, specs, shape)
-    units = [_facts(spec) for spec in specs]
+    units = [_parameter_facts(spec) for spec in specs]
     names = [spec.name for spec in specs]
-    facts |= {"own": plans.of(names), "spans": spans_of(names)}
+    facts |= {"own": plans.of(names), "spans": nested_unit_spans(names)}
     if parts:
-        facts["parts"] = indices_of([(spec.name, spec.module) for spec in specs], parts)
+        facts["parts"] = find_part_indices([(spec.name, spec.module) for spec in specs], parts)
     return predict_units(units, plans.model, shape, settings, **facts)
 
 
-def spans_of(names: Sequence[str]) -> tuple[int, ...]:
+def nested_unit_spans(names: Sequence[str]) -> tuple[int, ...]:
     """Return for each unit, by the names of all in order, the index of the last one inside of it, or its own."""
     last = list(range(len(names)))
     around: list[int] = []  # the units that have not ended, outermost first: of these the root ends last
@@ -187,17 +186,17 @@ def spans_of(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(last)
 
 
-def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
+def get_unit_parameters(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
     """Return the parameters of each unit of ``model``, the root unit first; they may be on any device, also meta.
 
     Raises:
         ConfigError: a parameter that cannot be part of a flat, or a rule that names no module.
     """
-    return [_facts(spec) for spec in _checked(model, rule)]
+    return [_parameter_facts(spec) for spec in _find_checked_units(model, rule)]
 
 
-def _checked(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
-    specs = _discover(model, rule)
+def _find_checked_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
+    specs = _discover_by_rule(model, rule)
     for name, parameter in (pair for spec in specs for pair in spec.parameters):
         _check_parameter(name, parameter)
     return specs
@@ -222,16 +221,17 @@ class ParameterFacts:
 def predict_units(
     units: Sequence[Sequence[ParameterFacts]], plan: Plan, shape: MeshShape, settings: Settings, **facts: Any
 ) -> Report:
-    """Return the prediction for units given by their parameters, root first; ``facts`` as :func:`steady_of` has them.
+    """Return the prediction for units given by their parameters, root first; ``facts`` as :func:`build_steady_step` has
+    them.
 
     Raises:
         ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
     """
-    flats, step = steady_of(units, plan, shape, settings, **facts)
+    flats, step = build_steady_step(units, plan, shape, settings, **facts)
     return predict_bytes(plan, flats, shape, step)
 
 
-def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
+def build_steady_step(  # noqa: PLR0913 - the facts of a step, a name each
     units: Sequence[Sequence[ParameterFacts]],
     plan: Plan,
     shape: MeshShape,
@@ -244,14 +244,14 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
-) -> tuple[list[FlatSize], Step]:
+) -> tuple[list[FlatSize], StepSpec]:
     """Return the flats of units given by their parameters, root first, and how a step of them is run: what
     :func:`npuzero.plan.schedule.steady_step` makes its moves of.
 
     Args:
         own: their plans, if they differ.
         spans, parts, acts: which of them run inside of which; which are of which part; and the passes of these, as
-            :class:`npuzero.plan.Step` has it.
+            :class:`npuzero.plan.StepSpec` has it.
 
     Raises:
         ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
@@ -265,10 +265,10 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     for i, (unit, its) in enumerate(zip(units, own or [plan] * len(units), strict=True)):
         key = its, *((each.part(shape), each.dtype, each.trainable, each.relations) for each in unit)
         if key not in alike:
-            laid_out = layouts_of(unit, its, shape, settings.bucket_bytes)
+            laid_out = build_layouts(unit, its, shape, settings.bucket_bytes)
             alike[key] = [(layout.numel, layout.dtype, trainable, own) for layout, trainable, own in laid_out]
         sizes += [FlatSize(i, *flat) for flat in alike[key]]
-    step = Step(
+    step = StepSpec(
         trainable_parameters=sum(parameter.trainable for unit in units for parameter in unit),
         tied_parameters=sum(p.trainable and plan.related(p.relations).tied for unit in units for p in unit),
         micro_batches=micro_batches,
@@ -305,7 +305,7 @@ def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence
     if (
         not isinstance(acts, Sequence)
         or (parts and not acts)
-        or not all(_is_act(act) and 0 <= act[0] < count for act in acts)
+        or not all(_is_pass_act(act) and 0 <= act[0] < count for act in acts)
     ):
         raise ConfigError(
             "predict: acts",
@@ -315,13 +315,13 @@ def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence
         )
 
 
-def _is_act(act: object) -> bool:
+def _is_pass_act(act: object) -> bool:
     return isinstance(act, tuple) and len(act) == 2 and isinstance(act[0], int)
 
 
-def layouts_of(
+def build_layouts(
     parameters: Sequence[ParameterFacts], plan: Plan, mesh: MeshShape, bucket_bytes: int
-) -> Iterator[tuple[Layout, bool, Plan]]:
+) -> Iterator[tuple[FlatLayout, bool, Plan]]:
     """Lay out the flats of one unit: its parameters grouped by dtype, whether they train, and relations; in buckets.
 
     A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
@@ -350,18 +350,19 @@ def layouts_of(
         for bucket in buckets:
             named = ((p.name, p.part(mesh)) for p in bucket)
             start, shard = precision.start_elements, precision.shard_elements
-            yield Layout.of(named, ranks, kind, precision.wire_of(kind), start, shard), trainable, own
+            yield FlatLayout.of(named, ranks, kind, precision.wire_of(kind), start, shard), trainable, own
 
 
-def _facts(spec: UnitSpec) -> list[ParameterFacts]:
+def _parameter_facts(spec: UnitSpec) -> list[ParameterFacts]:
     return [
-        ParameterFacts(name, p.shape, p.dtype, p.requires_grad, as_key(p), cut_of(p)) for name, p in spec.parameters
+        ParameterFacts(name, p.shape, p.dtype, p.requires_grad, relations_key(p), get_cut(p))
+        for name, p in spec.parameters
     ]
 
 
-def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
+def _discover_by_rule(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     try:
-        return discover(model, rule)
+        return discover_units(model, rule)
     except ConfigError:
         raise
     except Exception as error:
@@ -383,7 +384,7 @@ def _check_memories(plans: Sequence[Plan], settings: Settings, where: torch.devi
         device.get(where).check_reach()
 
 
-def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
+def _check_shardable(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
     kind = world.device.type
     for name, p in (pair for spec in specs for pair in spec.parameters):
         # Asked of the parameters, not of the model: it may be a part of a sharded one, or be around it.
@@ -396,19 +397,19 @@ def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
             )
         _check_parameter(name, p)
         if p.device.type not in (kind, "meta"):
-            raise _misplaced(f"parameter {name}", p, kind)
-    _check_apart([pair for spec in specs for pair in spec.parameters])
+            raise _wrong_device_error(f"parameter {name}", p, kind)
+    _check_no_overlap([pair for spec in specs for pair in spec.parameters])
     for name, buffer in model.named_buffers():
-        _check_shaped(f"buffer {name}", buffer)
+        _check_tensor_shaped(f"buffer {name}", buffer)
         if buffer.device.type not in (kind, "meta"):
-            raise _misplaced(f"buffer {name}", buffer, kind)
+            raise _wrong_device_error(f"buffer {name}", buffer, kind)
 
 
 def _check_cuts(model: nn.Module, specs: list[UnitSpec], shape: MeshShape) -> None:
     """Check that what is cut can be divided over the ranks of this mesh."""
-    tiles = rows_of(model)
+    tiles = find_tile_rows(model)
     for name, parameter in (pair for spec in specs for pair in spec.parameters):
-        cut = cut_of(parameter)
+        cut = get_cut(parameter)
         if cut is None:
             continue
         cut.check(name, parameter.shape, shape.size(cut.axes))
@@ -422,14 +423,14 @@ def _check_cuts(model: nn.Module, specs: list[UnitSpec], shape: MeshShape) -> No
             )
 
 
-def _misplaced(subject: str, tensor: Tensor, kind: str) -> ConfigError:
+def _wrong_device_error(subject: str, tensor: Tensor, kind: str) -> ConfigError:
     do = f"Move the model first: model.to({kind!r}); or build it on meta, without data."
     return ConfigError(subject, expected=f"data on {kind}", got=f"data on {tensor.device.type}", do=do)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     """Check that the parameter can be part of a flat, whatever device it is on."""
-    _check_shaped(f"parameter {name}", parameter)
+    _check_tensor_shaped(f"parameter {name}", parameter)
     if not issubclass(type(parameter), nn.Parameter):
         raise ConfigError(
             f"parameter {name}",
@@ -446,15 +447,15 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def check_shaped(model: nn.Module) -> None:
+def check_not_lazy(model: nn.Module) -> None:
     """Raise a ConfigError where a parameter or buffer of ``model`` has no shape yet."""
     for name, parameter in model.named_parameters():
-        _check_shaped(f"parameter {name}", parameter)
+        _check_tensor_shaped(f"parameter {name}", parameter)
     for name, buffer in model.named_buffers():
-        _check_shaped(f"buffer {name}", buffer)
+        _check_tensor_shaped(f"buffer {name}", buffer)
 
 
-def _check_shaped(subject: str, tensor: Tensor) -> None:
+def _check_tensor_shaped(subject: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(
             subject,
@@ -464,7 +465,7 @@ def _check_shaped(subject: str, tensor: Tensor) -> None:
         )
 
 
-def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
+def _check_no_overlap(named: list[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that are two views of one memory: as two parameters they would silently be tied no more."""
     # Sorted by address: where any two overlap, two neighbours do. A strided view spans memory that is not its own.
     here = [(name, p) for name, p in named if p.nbytes and p.is_contiguous() and not p.is_meta]

@@ -11,7 +11,7 @@ from torch import nn
 from npuzero.errors import StateError
 
 
-class Census:
+class ParameterCheck:
     """Know the parameters of ``model``, trained and frozen, as they are now.
 
     Every step asks, so the usual answer is found by comparing the modules' tables with their entries of then.

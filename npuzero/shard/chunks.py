@@ -11,27 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from npuzero.plan import divide
-from npuzero.shard.flat import Flat
+from npuzero.plan import divide_shards
+from npuzero.shard.flat import FlatParameter
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """Name the elements ``[begin, end)`` of this rank's states shard of a flat."""
 
-    flat: Flat
+    flat: FlatParameter
     begin: int
     end: int
 
 
-class Chunk(NamedTuple):
+class UpdateChunk(NamedTuple):
     """Name pieces that are updated together: ``[begin, end)`` of the line, which is all shards laid end to end."""
 
-    pieces: list[Piece]
+    pieces: list[ShardPiece]
     begin: int
     end: int
 
 
-def chunks_of(shards: Sequence[Piece], block_bytes: Callable[[Flat], int], chunk_bytes: int) -> Iterator[Chunk]:
+def divide_into_chunks(
+    shards: Sequence[ShardPiece], block_bytes: Callable[[FlatParameter], int], chunk_bytes: int
+) -> Iterator[UpdateChunk]:
     """Divide shards, in order of their units, into chunks.
 
     Args:
@@ -40,6 +42,6 @@ def chunks_of(shards: Sequence[Piece], block_bytes: Callable[[Flat], int], chunk
     """
     costs = ((begin, end, block_bytes(flat) if chunk_bytes else 0) for flat, begin, end in shards)
     end = 0
-    for parts in divide(costs, chunk_bytes):
+    for parts in divide_shards(costs, chunk_bytes):
         begin, end = end, end + sum(last - first for _, first, last in parts)
-        yield Chunk([Piece(shards[i].flat, first, last) for i, first, last in parts], begin, end)
+        yield UpdateChunk([ShardPiece(shards[i].flat, first, last) for i, first, last in parts], begin, end)

@@ -14,27 +14,27 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import collective_call
 from npuzero.errors import StateError
 from npuzero.plan import AXES
 from npuzero.shard.accord import Words
-from npuzero.shard.find_engine import Given
-from npuzero.shard.gradients import Chosen
+from npuzero.shard.find_engine import GradientTargets
+from npuzero.shard.gradients import ChosenGradients
 
 if TYPE_CHECKING:
     from npuzero.shard.engine import Engine
 
 
 @_disable_dynamo
-@collective("clip_grad_norm_")
+@collective_call("clip_grad_norm_")
 @torch.no_grad()
-def clip_norm(given: Given, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def clip_gradient_norm(given: GradientTargets, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Return the p-norm of what is given, () float32; scale it so that it is at most ``max_norm``. Collective.
 
     Raises:
         StateError: with ``error_if_nonfinite``, a norm that is inf or NaN.
     """
-    chosen = _choose("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, given)
+    chosen = _choose_gradients("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type}, given)
     device = next(iter(given.engines)).device
     norms = [each.norm(norm_type).to(device) for each in chosen if each.some]
     plain = [tensor.grad for tensor in given.plain if tensor.grad is not None]
@@ -61,11 +61,11 @@ def clip_norm(given: Given, max_norm: float, norm_type: float, error_if_nonfinit
 
 
 @_disable_dynamo
-@collective("clip_grad_value_")
+@collective_call("clip_grad_value_")
 @torch.no_grad()
-def clip_values(given: Given, limit: float) -> None:
+def clip_gradient_values(given: GradientTargets, limit: float) -> None:
     """Bring every element of what is given into ``[-limit, limit]``. Collective."""
-    for each in _choose("clip_grad_value_", {"clip_value": limit}, given):
+    for each in _choose_gradients("clip_grad_value_", {"clip_value": limit}, given):
         if each.some:
             each.clamp(limit)
     for tensor in given.plain:
@@ -74,14 +74,14 @@ def clip_values(given: Given, limit: float) -> None:
 
 
 @_disable_dynamo
-@collective("skip_nonfinite_")
+@collective_call("skip_nonfinite_")
 @torch.no_grad()
-def skip_nonfinite(given: Given) -> Tensor:
+def skip_nonfinite(given: GradientTargets) -> Tensor:
     """Have the next step of what is given change nothing if any gradient of it is inf or NaN; return () bool: it has.
 
     Collective.
     """
-    chosen = _choose("skip_nonfinite_", {}, given)
+    chosen = _choose_gradients("skip_nonfinite_", {}, given)
     device = next(iter(given.engines)).device
     found = [each.nonfinite().to(device) for each in chosen if each.some]
     if not found:
@@ -94,7 +94,7 @@ def skip_nonfinite(given: Given) -> Tensor:
     return bad
 
 
-def _choose(call: str, words: Words, given: Given) -> list[Chosen]:
+def _choose_gradients(call: str, words: Words, given: GradientTargets) -> list[ChosenGradients]:
     for engine in given.engines:
         engine.boundary.early.refuse(call)
     return [engine.gradients.choose(call, words, parameters) for engine, parameters in given.engines.items()]

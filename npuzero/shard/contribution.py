@@ -10,11 +10,11 @@ from torch import Tensor
 
 from npuzero.errors import ConfigError
 from npuzero.ops.pack import pack_unchecked
-from npuzero.ops.storage.lazy import settled
-from npuzero.shard.layout import Layout
+from npuzero.ops.storage.lazy import materialize_lazy
+from npuzero.shard.layout import FlatLayout
 
 
-class Pass(enum.Enum):
+class BackwardRole(enum.Enum):
     """Name the role of a backward pass in its step."""
 
     ALONE = "alone"  # under no_sync: it adds up on this rank, and a later one takes it along
@@ -22,7 +22,7 @@ class Pass(enum.Enum):
     LAST = "last"  # foreseen to be the step's last: R3 runs beside it, too
 
 
-class Route(enum.Enum):
+class GradientRoute(enum.Enum):
     """Name the way of a flat's contribution, once it is complete."""
 
     KEEP = "keep"  # into the unsharded gradients that this rank adds up alone
@@ -30,14 +30,14 @@ class Route(enum.Enum):
     BOTH = "both"  # what was kept so far goes along: added to it, and sent
 
 
-class Contribution:
+class MicroBatchGradient:
     """Collect the gradients of the present backward pass.
 
     Attributes:
         arrived: by slot number what autograd made.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self._count = len(layout.slots)
         self.arrived: dict[int, Tensor] = {}
@@ -66,6 +66,6 @@ class Contribution:
     def pack(self, arrived: Mapping[int, Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
         """Write some gradients, scaled, to where their slots lie in ``into`` ([n], any float), or add them there."""
         if arrived:
-            tensors = [settled(gradient) for gradient in arrived.values()]
+            tensors = [materialize_lazy(gradient) for gradient in arrived.values()]
             offsets = [self._layout.slots[i].begin for i in arrived]
             pack_unchecked(tensors, offsets, into, scale=scale, accumulate=accumulate)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
+from npuzero.comm import HOST_CHANNEL, Communicator, CountingCommunicator, Mesh
 from npuzero.errors import StateError
-from npuzero.memory import Spaces
+from npuzero.memory import MemorySpaces
 from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, Sent, sent_by_axis, sent_by_verb
 
 
@@ -37,7 +37,9 @@ class CountingMesh:
             counter = {"control": self.control, HOST_CHANNEL: self.control, "restore": self.restored}.get(
                 purpose, self.sent
             )
-            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter, self.shape.sizes(axes))
+            self._made[key] = CountingCommunicator(
+                self._mesh.communicator(axes, purpose), counter, self.shape.sizes(axes)
+            )
         return self._made[key]
 
     def host(self, axes: Axes = STAGE) -> Communicator:
@@ -48,10 +50,10 @@ class CountingMesh:
         return self.communicator(axes, "control" if on_host else HOST_CHANNEL)
 
 
-class Meter:
+class TrafficMeter:
     """Measure steps, from a step's first forward to the end of its update."""
 
-    def __init__(self, plan: Plan, mesh: CountingMesh, spaces: Spaces) -> None:
+    def __init__(self, plan: Plan, mesh: CountingMesh, spaces: MemorySpaces) -> None:
         self._plan = plan
         self._mesh = mesh
         self._spaces = spaces

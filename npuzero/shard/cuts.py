@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
-from npuzero.memory import zeros
-from npuzero.plan import STAGE, Block, Cut, Portion, Relation
+from npuzero.memory import allocate_zeros
+from npuzero.plan import STAGE, Cut, CutBlock, Relation, TensorPortion
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.relations import relate_parameter
 
@@ -32,7 +32,7 @@ def cut_parameter(parameter: nn.Parameter, cut: Cut) -> None:
         ConfigError: it has another cut already, the cut is none of its shape, or there is no such axis.
     """
     subject = f"a cut of a parameter of shape {tuple(parameter.shape)}"
-    known = cut_of(parameter)
+    known = get_cut(parameter)
     if known is not None and known != cut:
         do = "Cut a parameter that two modules have alike in both, or give each module one of its own."
         raise ConfigError(subject, expected=f"the one that it has: {known}", got=str(cut), do=do)
@@ -45,38 +45,38 @@ def cut_parameter(parameter: nn.Parameter, cut: Cut) -> None:
     setattr(parameter, _CUT, cut)
 
 
-def cut_of(parameter: nn.Parameter) -> Cut | None:
+def get_cut(parameter: nn.Parameter) -> Cut | None:
     """Return the cut of ``parameter``; None: nobody has said any."""
     return getattr(parameter, _CUT, None)
 
 
-def portion_here(parameter: nn.Parameter, mesh: CountingMesh) -> Portion | None:
+def get_local_portion(parameter: nn.Parameter, mesh: CountingMesh) -> TensorPortion | None:
     """Return what this rank is to have of a parameter that is whole; None: all of it."""
-    cut = cut_of(parameter)
+    cut = get_cut(parameter)
     if cut is None or mesh.size(cut.axes) == 1:
         return None
-    return Portion(cut, parameter.shape, mesh.size(cut.axes), mesh.index(cut.axes))
+    return TensorPortion(cut, parameter.shape, mesh.size(cut.axes), mesh.index(cut.axes))
 
 
-def keep_portion(parameter: nn.Parameter, portion: Portion | None) -> None:
+def set_portion(parameter: nn.Parameter, portion: TensorPortion | None) -> None:
     """Note what ``parameter``, which is whole no more, has of the tensor that it was."""
     setattr(parameter, _PORTION, portion)
 
 
-def portion_of(parameter: Tensor) -> Portion | None:
+def get_portion(parameter: Tensor) -> TensorPortion | None:
     """Return what ``parameter`` has of a tensor in the state dict; None: all of it."""
     return getattr(parameter, _PORTION, None)
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
+def full_tensor_shape(parameter: Tensor) -> torch.Size:
     """Return the shape of the tensor in the state dict."""
-    portion = portion_of(parameter)
+    portion = get_portion(parameter)
     return parameter.shape if portion is None else portion.whole
 
 
-def joined(
-    portion: Portion, mesh: CountingMesh, dtype: torch.dtype, read: Callable[[int, int], Tensor]
-) -> Iterator[tuple[Block, Tensor]]:
+def gather_cut_blocks(
+    portion: TensorPortion, mesh: CountingMesh, dtype: torch.dtype, read: Callable[[int, int], Tensor]
+) -> Iterator[tuple[CutBlock, Tensor]]:
     """Yield all elements of a cut tensor in their order, from what ranks have of it. Collective along the cut's axes.
 
     Args:
@@ -89,23 +89,23 @@ def joined(
     communicator = mesh.communicator(portion.cut.axes, "control")
     for block in portion.blocks(PIECE):
         begin, end = portion.share_of(block)
-        values = zeros(block.end - block.begin, dtype, communicator.device)
+        values = allocate_zeros(block.end - block.begin, dtype, communicator.device)
         if block.owner is not None:
             if begin < end:
                 values.copy_(read(begin, end))
             communicator.broadcast(values, root=block.owner, tag="part").wait()
         else:
-            shares = zeros(values.numel(), dtype, communicator.device)
+            shares = allocate_zeros(values.numel(), dtype, communicator.device)
             communicator.all_gather(shares, read(begin, end).to(communicator.device), tag="parts").wait()
             for index, share in enumerate(shares.split(end - begin)):
                 portion.of(index).into(block, values, share)
         yield block, values
 
 
-def assembled(portion: Portion, mesh: CountingMesh, part: Tensor) -> Tensor:
+def gather_full_tensor(portion: TensorPortion, mesh: CountingMesh, part: Tensor) -> Tensor:
     """Return the whole tensor, on the device where ``part`` is, this rank's of it. Collective along the cut's axes."""
-    whole = zeros(portion.whole.numel(), part.dtype, part.device)
+    whole = allocate_zeros(portion.whole.numel(), part.dtype, part.device)
     mine = part.detach().reshape(-1)
-    for block, values in joined(portion, mesh, part.dtype, lambda begin, end: mine[begin:end]):
+    for block, values in gather_cut_blocks(portion, mesh, part.dtype, lambda begin, end: mine[begin:end]):
         whole[block.begin : block.end].copy_(values)
     return whole.view(portion.whole)

@@ -11,7 +11,7 @@ from torch import nn
 
 from npuzero.errors import ConfigError
 from npuzero.shard.relations import is_tied
-from npuzero.shard.tiles import Tile
+from npuzero.shard.tiles import LinearTile
 
 #: How a user names units: a module class, several, or a predicate of (qualified name, module).
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
@@ -32,7 +32,7 @@ class UnitSpec:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
+def discover_units(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
     """Divide ``model`` into units; the root unit comes first and owns what no other unit does.
 
     Without a rule the units are the children of each outermost repeated list: a ModuleList, Sequential or ModuleDict
@@ -47,20 +47,20 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
         ConfigError: the rule names no module, or one whose forward is never called (a ModuleList, a part of a
             TorchScript module); the model as a whole is TorchScript.
     """
-    chosen = set(_repeated(model) if rule is None else _named(model, rule))
+    chosen = set(_find_repeated_blocks(model) if rule is None else _match_units(model, rule))
     modules = dict(model.named_modules(remove_duplicate=False))
-    paths = [path for path, module in modules.items() if path in chosen or isinstance(module, Tile)]
-    _check_called("npuzero.zero()", model)
+    paths = [path for path, module in modules.items() if path in chosen or isinstance(module, LinearTile)]
+    _check_not_torchscript("npuzero.zero()", model)
     for path in paths:
-        for outer in around(path):
-            _check_called(f"units: {path}, within {outer}", modules[outer])
-    owners = _owners(model, set(paths))
+        for outer in enclosing_paths(path):
+            _check_not_torchscript(f"units: {path}, within {outer}", modules[outer])
+    owners = _assign_parameters(model, set(paths))
     specs = [UnitSpec(ROOT, model, owners.get("", ()))]
     specs += [UnitSpec(path, modules[path], owners[path]) for path in paths if owners.get(path)]
     return specs
 
 
-def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
+def find_root_callers(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
     """Return the modules below ``model`` that reach parameters of the root unit when they are called.
 
     They mostly run inside the root's forward; called on their own (an encoder, before generating) they need the root's
@@ -69,17 +69,17 @@ def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
     owned = {id(parameter) for _, parameter in root.parameters}
     # By all names of a tied parameter: each module that has it may be called on its own.
     registered = model.named_parameters(remove_duplicate=False)
-    paths = {path for name, parameter in registered if id(parameter) in owned for path in around(name)}
+    paths = {path for name, parameter in registered if id(parameter) in owned for path in enclosing_paths(name)}
     return [module for name, module in model.named_modules() if name in paths and name.split(".")[-1] != _COMPILED]
 
 
-def _repeated(model: nn.Module) -> list[str]:
+def _find_repeated_blocks(model: nn.Module) -> list[str]:
     found: list[str] = []
 
     def visit(path: str, module: nn.Module) -> None:
         children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
         blocks = [(name, child) for name, child in children if any(True for _ in child.parameters())]
-        if isinstance(module, (*_LISTS, nn.Sequential)) and _is_repeated(blocks):
+        if isinstance(module, (*_LISTS, nn.Sequential)) and _are_repeated(blocks):
             found.extend(name for name, _ in blocks)
             return  # lists within a block (experts, say) are gathered with it: smaller units mean more collectives
         for name, child in children:
@@ -89,23 +89,23 @@ def _repeated(model: nn.Module) -> list[str]:
     return found
 
 
-def _is_repeated(blocks: list[tuple[str, nn.Module]]) -> bool:
+def _are_repeated(blocks: list[tuple[str, nn.Module]]) -> bool:
     if any(isinstance(child, _LISTS) for _, child in blocks):
         return False
-    counts = Counter(type(_inside(child)) for _, child in blocks)
+    counts = Counter(type(_unwrap_compiled(child)) for _, child in blocks)
     return max(counts.values(), default=0) >= 2
 
 
-def _named(model: nn.Module, rule: UnitRule) -> list[str]:
+def _match_units(model: nn.Module, rule: UnitRule) -> list[str]:
     if isinstance(rule, (type, tuple)):
-        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in _as_tuple(rule)):
+        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in _rule_classes(rule)):
             raise ConfigError(
                 "units",
                 expected="module classes or a predicate of (name, module)",
                 got=repr(rule),
                 do="Give e.g. units=Block, units=(Encoder, Decoder) or units=lambda name, module: ...",
             )
-        kinds = _as_tuple(rule)
+        kinds = _rule_classes(rule)
         matches = [(name, m) for name, m in model.named_modules() if name and isinstance(m, kinds)]
     elif callable(rule):
         matches = [(name, m) for name, m in model.named_modules() if name and rule(name, m)]
@@ -135,7 +135,7 @@ def _named(model: nn.Module, rule: UnitRule) -> list[str]:
     return list(dict.fromkeys(name.removesuffix(f".{_COMPILED}") for name, _ in matches))
 
 
-def _check_called(subject: str, module: nn.Module) -> None:
+def _check_not_torchscript(subject: str, module: nn.Module) -> None:
     """Refuse parts of TorchScript, called by its interpreter past every hook. A unit may be TorchScript itself."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
@@ -146,16 +146,16 @@ def _check_called(subject: str, module: nn.Module) -> None:
         )
 
 
-def _inside(module: nn.Module) -> nn.Module:
+def _unwrap_compiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` wrapped, else the module."""
     return dict(module.named_children()).get(_COMPILED, module)  # TorchScript's modules have no table to ask
 
 
-def _as_tuple(rule: UnitRule) -> tuple[type[nn.Module], ...]:
+def _rule_classes(rule: UnitRule) -> tuple[type[nn.Module], ...]:
     return rule if isinstance(rule, tuple) else (rule,)  # type: ignore[return-value]
 
 
-def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.Parameter], ...]]:
+def _assign_parameters(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.Parameter], ...]]:
     """Return for each unit's path the parameters it owns, each once, under its first name."""
     registered: dict[int, tuple[str, nn.Parameter, list[list[str]]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -173,10 +173,10 @@ def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.
 
 def _unit_chain(name: str, units: set[str]) -> list[str]:
     """Return the units around a parameter, outermost (the root, "") first."""
-    return ["", *(path for path in around(name) if path in units)]
+    return ["", *(path for path in enclosing_paths(name) if path in units)]
 
 
-def around(name: str) -> list[str]:
+def enclosing_paths(name: str) -> list[str]:
     """Return the paths of the modules below the root that a tensor lies in, outermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

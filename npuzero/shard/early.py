@@ -25,15 +25,15 @@ from typing import Protocol
 import torch
 
 from npuzero.errors import ConfigError, StateError
-from npuzero.shard.bank import Bank
-from npuzero.shard.flat import Flat
-from npuzero.shard.gradient import Content, Gradient
+from npuzero.shard.bank import StateStore
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gradient import FlatGradient, GradientContent
 from npuzero.shard.states import GradientState
 from npuzero.shard.stream import Launch
-from npuzero.shard.update import Update
+from npuzero.shard.update import OptimizerUpdate
 
 
-class Promise(Protocol):
+class EarlyUpdateRequest(Protocol):
     """Describe what an optimizer has promised to an engine.
 
     Attributes:
@@ -49,11 +49,11 @@ class Promise(Protocol):
     def is_of(self, worker: object) -> bool:
         """Tell whether ``worker`` is who has promised."""
 
-    def begin(self) -> tuple[Sequence[Bank], Launch] | None:
+    def begin(self) -> tuple[Sequence[StateStore], Launch] | None:
         """Return the banks and the launch of an update that begins now; None where it cannot begin before step()."""
 
 
-class Early:
+class EarlyUpdate:
     """Begin the updates of one model inside backward, where its optimizer has promised what that needs.
 
     Args:
@@ -61,18 +61,20 @@ class Early:
         overlap: False: nothing begins before its step, as where updates are delayed beyond it anyway.
     """
 
-    def __init__(self, flats: Sequence[Flat], update: Update, device: torch.device, overlap: bool) -> None:
+    def __init__(
+        self, flats: Sequence[FlatParameter], update: OptimizerUpdate, device: torch.device, overlap: bool
+    ) -> None:
         self._flats = {flat.gradient: flat for flat in flats if flat.far}
         self._update = update
         self._overlap = overlap
         self._scale = torch.ones(1, device=device)
-        self._promise: Promise | None = None
+        self._promise: EarlyUpdateRequest | None = None
         self._passes = 0  # of this step
         self._most = 0  # that any step has had
         self._on = False  # the present pass is the step's last
-        self._begun: list[Flat] = []
+        self._begun: list[FlatParameter] = []
 
-    def follow(self, promise: Promise | None) -> None:
+    def follow(self, promise: EarlyUpdateRequest | None) -> None:
         """Note what the optimizer promises that has the model's parameters; the last one counts."""
         self._promise = promise
 
@@ -106,10 +108,10 @@ class Early:
         expected = 0 if promise is None or not promise.holds else promise.passes or self._most
         self._on = self._overlap and not alone and 0 < expected <= self._passes
 
-    def reduced(self, gradient: Gradient) -> None:
+    def reduced(self, gradient: FlatGradient) -> None:
         """Begin with the flat of a gradient that is final."""
         flat = self._flats.get(gradient)
-        if not self._on or flat is None or not _final(gradient) or self._promise is None:
+        if not self._on or flat is None or not _is_gradient_final(gradient) or self._promise is None:
             return
         if not self._begun:
             task = self._promise.begin()
@@ -132,7 +134,7 @@ class Early:
     # -- between backward and the end of the step ------------------------------------------------------------------
 
     @property
-    def begun(self) -> Sequence[Flat]:
+    def begun(self) -> Sequence[FlatParameter]:
         """Return the flats whose update has begun, and that no step has ended."""
         return self._begun
 
@@ -179,7 +181,7 @@ class Early:
             self._update.stream.quiet()
 
 
-def _final(gradient: Gradient) -> bool:
+def _is_gradient_final(gradient: FlatGradient) -> bool:
     """Tell whether the present pass, if it is the last, has brought all that there will be: of every slot, summed."""
     at_once = gradient.state is GradientState.ACCUMULATED and not (gradient.cut or gradient.meets_at_boundary)
-    return (at_once or gradient.state is GradientState.READY) and Content.NOWHERE not in gradient.content
+    return (at_once or gradient.state is GradientState.READY) and GradientContent.NOWHERE not in gradient.content

@@ -10,41 +10,41 @@ import torch
 from torch import nn
 
 from npuzero.comm import Mesh, World
-from npuzero.comm.calls import collective
-from npuzero.config import Settings, environment
-from npuzero.memory import Spaces
+from npuzero.comm.calls import collective_call
+from npuzero.config import Settings, read_environment
+from npuzero.memory import MemorySpaces
 from npuzero.plan import AXES, PIPE, STAGE, TO_HOST, Report
-from npuzero.shard.absence import Absence
-from npuzero.shard.activations import around_forward
-from npuzero.shard.axes import shared_inputs
-from npuzero.shard.boundary import Boundary
-from npuzero.shard.buffers import Buffers
-from npuzero.shard.build import agree, build_units, train_together
-from npuzero.shard.census import Census
+from npuzero.shard.absence import ModelOffload
+from npuzero.shard.activations import make_activation_hook
+from npuzero.shard.axes import find_shared_axes
+from npuzero.shard.boundary import StepBoundary
+from npuzero.shard.buffers import BufferSync
+from npuzero.shard.build import agree_on_plan, build_units, get_stage_world
+from npuzero.shard.census import ParameterCheck
 from npuzero.shard.conversion import watch_conversions
-from npuzero.shard.counting import CountingMesh, Meter
-from npuzero.shard.discover import UnitRule, doors
-from npuzero.shard.early import Early
-from npuzero.shard.far import Far
-from npuzero.shard.fetch import Fetcher
-from npuzero.shard.finite import Finite, Watch
-from npuzero.shard.flat import Flat
-from npuzero.shard.gather import Gatherer
-from npuzero.shard.gradients import Gradients
+from npuzero.shard.counting import CountingMesh, TrafficMeter
+from npuzero.shard.discover import UnitRule, find_root_callers
+from npuzero.shard.early import EarlyUpdate
+from npuzero.shard.far import OffloadedStates
+from npuzero.shard.fetch import ParameterLoader
+from npuzero.shard.finite import NanOriginWatcher, NanWatch
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gather import ParameterGatherer
+from npuzero.shard.gradients import ModelGradients
 from npuzero.shard.guard import in_backward
-from npuzero.shard.hooks import Hooks
+from npuzero.shard.hooks import AutogradHooks
 from npuzero.shard.inputs import RepeatedBatch, SharedInputs
-from npuzero.shard.origin import Origin
-from npuzero.shard.ownership import EngineReference, claim, uncopied
-from npuzero.shard.passes import Passes
-from npuzero.shard.pipe import Pipe
-from npuzero.shard.plans import Plans
-from npuzero.shard.reduce import Reducer
-from npuzero.shard.restore import Restorer
-from npuzero.shard.update import Update
-from npuzero.shard.values import Values
+from npuzero.shard.origin import InitialValues
+from npuzero.shard.ownership import EngineReference, claim_unit, refused_copy_error
+from npuzero.shard.passes import ForwardBackward
+from npuzero.shard.pipe import StageVote
+from npuzero.shard.plans import UnitPlans
+from npuzero.shard.reduce import GradientReducer
+from npuzero.shard.restore import UpdatedParameterGatherer
+from npuzero.shard.update import OptimizerUpdate
+from npuzero.shard.values import FullParameters
 from npuzero.shard.wrappers import refuse_wrappers
-from npuzero.shard.writes import Writes
+from npuzero.shard.writes import UserWrites
 
 
 class Engine:
@@ -72,61 +72,67 @@ class Engine:
         StateError: it is sharded already.
     """
 
-    @collective("zero")
+    @collective_call("zero")
     def __init__(
         self,
         model: nn.Module,
-        plans: Plans,
+        plans: UnitPlans,
         ranks: World | Mesh,
         settings: Settings,
         rule: UnitRule,
-        origin: Origin,
+        origin: InitialValues,
         buffers: str | None = None,
     ) -> None:
-        world = train_together(ranks)
+        world = get_stage_world(ranks)
         self.plan, self.world, self.settings = plans.model, world, settings
-        strict = world.size == 1 and (settings.strict or environment().strict == "1")
-        specs, own, shape = agree(model, plans, settings, rule, ranks, origin, buffers)
+        strict = world.size == 1 and (settings.strict or read_environment().strict == "1")
+        specs, own, shape = agree_on_plan(model, plans, settings, rule, ranks, origin, buffers)
         mesh = Mesh.of(ranks.world if isinstance(ranks, Mesh) else world, shape)
         self.alone = mesh.world.size == 1 and not strict
         self.mesh = CountingMesh(mesh)
-        self.spaces = Spaces(world.device, settings)
-        self.meter = Meter(self.plan, self.mesh, self.spaces)
+        self.spaces = MemorySpaces(world.device, settings)
+        self.meter = TrafficMeter(self.plan, self.mesh, self.spaces)
         self.units = build_units(specs, own, settings, self.mesh, strict)
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
 
-        self.far = Far(self.units, self.spaces, settings)
+        self.far = OffloadedStates(self.units, self.spaces, settings)
         self.lag = self.far.lag
-        writes = Writes(self.units, world, self.lag)
-        self.restorer = Restorer()
-        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done, self.restorer.refuse)
-        gatherer = Gatherer(writes, fetcher, self.spaces)
+        writes = UserWrites(self.units, world, self.lag)
+        self.restorer = UpdatedParameterGatherer()
+        fetcher = ParameterLoader(self.units, self.far.file, self.spaces, self.far.stream.done, self.restorer.refuse)
+        gatherer = ParameterGatherer(writes, fetcher, self.spaces)
         overlap = settings.overlaps_parameters
-        self.update = Update(self.units, self.restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
-        self.values = Values(self.units, world, self.mesh, gatherer, self.restorer, writes, self.lag)
+        self.update = OptimizerUpdate(
+            self.units, self.restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap
+        )
+        self.values = FullParameters(self.units, world, self.mesh, gatherer, self.restorer, writes, self.lag)
         # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
-        self.values.take_over(model, specs, origin, self.spaces, self.far.spread, lambda unit: claim(reference, unit))
+        self.values.take_over(
+            model, specs, origin, self.spaces, self.far.spread, lambda unit: claim_unit(reference, unit)
+        )
         self.meter.settle = self.far.stream.moved
         self.meter.reset()  # the bytes of the first values are no step's
 
-        self.early = Early(self._flats, self.update, world.device, overlap and not self.lag)
-        reducer = Reducer(self.units, self.spaces, settings.overlaps_gradients)
+        self.early = EarlyUpdate(self._flats, self.update, world.device, overlap and not self.lag)
+        reducer = GradientReducer(self.units, self.spaces, settings.overlaps_gradients)
         reducer.reduced = self.early.reduced
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
-        census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
-        pipe = Pipe(self._flats, self.mesh, mesh.part((PIPE,)))
-        self.boundary = Boundary(
+        census = ParameterCheck(model, [p for flat in self._flats for p in flat.parameters], frozen)
+        pipe = StageVote(self._flats, self.mesh, mesh.part((PIPE,)))
+        self.boundary = StepBoundary(
             *(self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census),
-            SharedInputs(mesh, shared_inputs(model, specs, mesh.shape), RepeatedBatch(mesh)),
+            SharedInputs(mesh, find_shared_axes(model, specs, mesh.shape), RepeatedBatch(mesh)),
             ignore_unused=settings.ignore_unused_parameters,
         )
-        self.gradients = Gradients(self.units, world, pipe, self.boundary, self.values, self.alone)
+        self.gradients = ModelGradients(self.units, world, pipe, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")
         stage = self.mesh.index((PIPE,))
-        self.finite = Finite(lambda: Watch(self.units, mesh.world, stage, everyone), self.boundary, self._show)
-        self.passes = Passes(
+        self.finite = NanWatch(
+            lambda: NanOriginWatcher(self.units, mesh.world, stage, everyone), self.boundary, self._show
+        )
+        self.passes = ForwardBackward(
             self.units,
             gatherer,
             reducer,
@@ -134,14 +140,18 @@ class Engine:
             self.boundary,
             self.finite,
             self.meter,
-            Buffers(buffers, self.mesh.communicator(STAGE, "control")) if buffers else None,
+            BufferSync(buffers, self.mesh.communicator(STAGE, "control")) if buffers else None,
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )
-        self.absence = Absence(self.units, self.spaces, self.values, self.update, reducer, self.restorer, self.passes)
+        self.absence = ModelOffload(
+            self.units, self.spaces, self.values, self.update, reducer, self.restorer, self.passes
+        )
         flats = [flat for unit in self.units for flat in unit.flats]
-        around = around_forward(self.plan.activations, self.spaces, world.device, flats, self.mesh)
-        self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters, around)
+        around = make_activation_hook(self.plan.activations, self.spaces, world.device, flats, self.mesh)
+        self._hooks = AutogradHooks(
+            self.passes, self.units, find_root_callers(model, specs[0]), self.plan.precision.parameters, around
+        )
         watch_conversions(model)
         refuse_wrappers()
 
@@ -150,15 +160,15 @@ class Engine:
         """Return the device where this rank computes; parts of the training state may rest elsewhere."""
         return self.world.device
 
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatParameter]:
         """Return the trainable flats, in order."""
         return self._flats
 
-    def place(self, parameter: nn.Parameter) -> tuple[Flat, int] | None:
+    def place(self, parameter: nn.Parameter) -> tuple[FlatParameter, int] | None:
         """Return the flat and slot of a parameter of this model; None for a frozen one."""
         return self._places.get(id(parameter))
 
-    def _show(self, watch: Watch | None) -> None:
+    def _show(self, watch: NanOriginWatcher | None) -> None:
         self._hooks.watch_finite(watch)
 
     def register_forward_method(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
@@ -213,7 +223,7 @@ class Engine:
             self._apply_pending()
         return some
 
-    @collective("apply_pending")
+    @collective_call("apply_pending")
     def apply_pending(self) -> None:
         """Let the parameters be what the last update makes of them, where that is left to the next step. Collective."""
         self.values.settle()
@@ -252,7 +262,7 @@ class Engine:
             self.boundary.lend_memory()
 
     def __deepcopy__(self, memo: object) -> Engine:
-        raise uncopied("copied")
+        raise refused_copy_error("copied")
 
     def __reduce__(self) -> str:
-        raise uncopied("pickled")
+        raise refused_copy_error("pickled")

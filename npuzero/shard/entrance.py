@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from npuzero.shard.overlay import lay_over
+from npuzero.shard.overlay import overlay_attributes
 
 #: Called with the module, its arguments and keyword arguments; may return others.
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
@@ -24,7 +24,7 @@ After = Callable[[nn.Module, Any], None]
 Failed = Callable[[], None]
 
 
-class Visit(NamedTuple):
+class ForwardHook(NamedTuple):
     """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between.
 
     Where ``after`` raises, it has cleaned up itself.
@@ -38,7 +38,7 @@ class Visit(NamedTuple):
 _REASON = "npuzero's engine gathers and releases parameters around a unit; compile the units, not what is around them"
 
 
-class Entrance:
+class ForwardWrapper:
     """Run visits around every call of a module; the later one is added, the further outside it is.
 
     It takes the place of the module's ``_call_impl``, which runs the user's hooks and forward, and by which Dynamo sees
@@ -49,19 +49,19 @@ class Entrance:
         self._module = weakref.ref(module)
         self._plain: Callable[..., Any] = type(module)._call_impl
         self._compiled: Callable[..., Any] | None = module.__dict__.pop("_compiled_call_impl", None)
-        self._around: list[Visit] = []
+        self._around: list[ForwardHook] = []
         call = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
-        lay_over(module, _call_impl=call, compile=self._compile, _npuzero_entrance=self)
+        overlay_attributes(module, _call_impl=call, compile=self._compile, _npuzero_entrance=self)
 
     @staticmethod
-    def of(module: nn.Module) -> Entrance:
+    def of(module: nn.Module) -> ForwardWrapper:
         """Return the one entrance of ``module``."""
-        found: Entrance | None = module.__dict__.get("_npuzero_entrance")
-        return found or Entrance(module)
+        found: ForwardWrapper | None = module.__dict__.get("_npuzero_entrance")
+        return found or ForwardWrapper(module)
 
-    def add(self, visit: Visit) -> None:
+    def add(self, visit: ForwardHook) -> None:
         """Have ``visit`` run around every call, and never be traced."""
-        self._around.append(Visit(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
+        self._around.append(ForwardHook(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

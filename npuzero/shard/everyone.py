@@ -20,7 +20,9 @@ from npuzero.shard.counting import CountingMesh
 _Value = TypeVar("_Value")
 
 
-def agree(world: World, subject: str, problem: Exception | None, value: object = None, channel: str = "") -> list[Any]:
+def exchange_or_raise(
+    world: World, subject: str, problem: Exception | None, value: object = None, channel: str = ""
+) -> list[Any]:
     """Exchange what every rank says, if none has a problem. Collective.
 
     Raises:
@@ -41,12 +43,12 @@ def agree(world: World, subject: str, problem: Exception | None, value: object =
     return [value for _, value in said]
 
 
-def of_stages(mesh: CountingMesh, said: Sequence[_Value]) -> list[_Value]:
+def pick_per_stage(mesh: CountingMesh, said: Sequence[_Value]) -> list[_Value]:
     """Return of what the ranks of all stages said, by rank, that of the first rank of each stage, in their order."""
     return list(said[:: mesh.size(STAGE)])  # pipe is the outermost axis
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def merge_state_names(names: Iterable[str]) -> list[str]:
     """Return each of ``names`` once, in the order of one model that has them all.
 
     Parts of the model come in the order in which ``names`` have them first; numbered ones, which stages may have in
@@ -58,19 +60,19 @@ def in_order(names: Iterable[str]) -> list[str]:
         for part in name.split("."):
             place = place.setdefault(part, {})
         place[""] = name
-    return list(_leaves(tree))
+    return list(_iter_leaves(tree))
 
 
-def _leaves(tree: dict[str, Any]) -> Iterable[str]:
+def _iter_leaves(tree: dict[str, Any]) -> Iterable[str]:
     numbers = iter(sorted((part for part in tree if part.isdecimal()), key=int))
     for part in [next(numbers) if part.isdecimal() else part for part in tree]:
         if part:
-            yield from _leaves(tree[part])
+            yield from _iter_leaves(tree[part])
         else:
             yield tree[part]
 
 
-class Line:
+class StageRelay:
     """Move tensors between the ranks at this rank's place in all stages, over the host.
 
     Args:
@@ -101,24 +103,24 @@ class Line:
         if not self._to_all:
             self.send(tensor, 0)
         elif tensor.numel():
-            self._mesh.host((PIPE,)).broadcast(_raw(tensor), root=self.stage, tag="state").wait()
+            self._mesh.host((PIPE,)).broadcast(_host_bytes(tensor), root=self.stage, tag="state").wait()
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """Send ``tensor`` to ``stage``, which takes it."""
         if tensor.numel():
-            self._mesh.host((PIPE,)).send(_raw(tensor), stage, tag="state").wait()
+            self._mesh.host((PIPE,)).send(_host_bytes(tensor), stage, tag="state").wait()
 
     def take(self, stage: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Return, on the host, what ``stage`` gives, or sends."""
         found = torch.empty(tuple(shape), dtype=dtype)
         if found.numel():
-            line, raw = self._mesh.host((PIPE,)), _raw(found)
+            line, raw = self._mesh.host((PIPE,)), _host_bytes(found)
             (
                 line.broadcast(raw, root=stage, tag="state") if self._to_all else line.recv(raw, stage, tag="state")
             ).wait()
         return found
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def _host_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, on the host; of one that lies there in one piece a view."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)

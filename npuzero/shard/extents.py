@@ -15,21 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from npuzero.device import Handle, Ready
+from npuzero.device import AsyncHandle, ReadyHandle
 from npuzero.memory import FileStore
 from npuzero.memory.disk import DiskSpace
 from npuzero.memory.file import BLOCK
-from npuzero.shard.snapshot import Kept
+from npuzero.shard.snapshot import KeptPart
 
 
-class Place(NamedTuple):
+class ExtentLocation(NamedTuple):
     """Name an extent in the first store (0) or the second (1)."""
 
     k: int
     store: int
 
 
-class Extents:
+class FileExtents:
     """Hold extents of ``lengths`` bytes each, whole pages, zeros at first.
 
     An update's thread reads and writes; another may keep extents, and read those.
@@ -42,24 +42,24 @@ class Extents:
         self._stores = [space.store(sum(lengths))]
         self._lock = threading.Lock()
         self._away: set[int] = set()  # those whose contents are in the second store
-        self._keepers = Counter[Place]()
+        self._keepers = Counter[ExtentLocation]()
 
-    def read(self, k: int, buffer: Tensor) -> Handle:
+    def read(self, k: int, buffer: Tensor) -> AsyncHandle:
         """Begin to read extent ``k`` as it is."""
         if not self.lengths[k]:
-            return Ready()
+            return ReadyHandle()
         return self._stores[int(k in self._away)].read(self._begins[k], buffer[: self.lengths[k]])
 
-    def read_part(self, k: int, begin: int, buffer: Tensor) -> Handle:
+    def read_part(self, k: int, begin: int, buffer: Tensor) -> AsyncHandle:
         """Begin to read extent ``k``, as it is, from byte ``begin`` on; whole blocks."""
         return self._stores[int(k in self._away)].read(self._begins[k] + begin, buffer)
 
-    def write(self, k: int, buffer: Tensor) -> Handle:
+    def write(self, k: int, buffer: Tensor) -> AsyncHandle:
         """Begin to write extent ``k``: to its first place, unless that is kept."""
         if not self.lengths[k]:
-            return Ready()
+            return ReadyHandle()
         with self._lock:
-            away = self._keepers[Place(k, 0)] > 0
+            away = self._keepers[ExtentLocation(k, 0)] > 0
             (self._away.add if away else self._away.discard)(k)
         return self._stores[int(away)].write(self._begins[k], buffer[: self.lengths[k]])
 
@@ -85,44 +85,44 @@ class Extents:
             self._stores.append(second)
             self._space.count("buffers", second.nbytes)
 
-    def keep(self, k: int) -> Place:
+    def keep(self, k: int) -> ExtentLocation:
         """Keep extent ``k`` as it is, until the place is released as often as this was called."""
-        place = Place(k, int(k in self._away))
+        place = ExtentLocation(k, int(k in self._away))
         with self._lock:
             self._keepers[place] += 1
         return place
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ExtentLocation) -> None:
         """Keep it no longer."""
         with self._lock:
             self._keepers[place] -= 1
 
-    def read_kept(self, place: Place, begin: int, buffer: Tensor) -> None:
+    def read_kept(self, place: ExtentLocation, begin: int, buffer: Tensor) -> None:
         """Read a kept extent from byte ``begin`` on, whole blocks."""
         self._stores[place.store].read(self._begins[place.k] + begin, buffer).wait()
 
 
-class Keeping:
+class ExtentSnapshot:
     """Keep parts of extents for one save, which reads them one after the other through one buffer."""
 
-    def __init__(self, extents: Extents) -> None:
+    def __init__(self, extents: FileExtents) -> None:
         extents.prepare()
         self._extents = extents
         self._left = 0
         self._buffer: Tensor | None = None
-        self._inside: tuple[Place, int, int] | None = None
+        self._inside: tuple[ExtentLocation, int, int] | None = None
 
     @property
     def over(self) -> bool:
         """Return whether all that was kept has been released."""
         return not self._left
 
-    def keep(self, k: int, begin: int, end: int, dtype: torch.dtype) -> Kept:
+    def keep(self, k: int, begin: int, end: int, dtype: torch.dtype) -> KeptPart:
         """Keep the bytes ``[begin, end)`` of extent ``k``."""
         self._left += 1
-        return _Part(self, self._extents.keep(k), begin, end, dtype)
+        return _KeptRange(self, self._extents.keep(k), begin, end, dtype)
 
-    def read(self, place: Place, begin: int, end: int) -> Tensor:
+    def read(self, place: ExtentLocation, begin: int, end: int) -> Tensor:
         """Return bytes of a kept extent, until others are read."""
         first = begin // BLOCK * BLOCK
         if self._buffer is None:
@@ -133,7 +133,7 @@ class Keeping:
             self._inside = place, begin, end
         return self._buffer[begin - first : end - first]
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ExtentLocation) -> None:
         """Keep an extent for one reader less; without any there is no buffer."""
         self._extents.release(place)
         self._left -= 1
@@ -141,9 +141,11 @@ class Keeping:
             self._buffer = self._inside = None
 
 
-class _Part(Kept):
-    def __init__(self, keeping: Keeping, place: Place, begin: int, end: int, dtype: torch.dtype) -> None:
-        self._keeping: Keeping | None = keeping
+class _KeptRange(KeptPart):
+    def __init__(
+        self, keeping: ExtentSnapshot, place: ExtentLocation, begin: int, end: int, dtype: torch.dtype
+    ) -> None:
+        self._keeping: ExtentSnapshot | None = keeping
         self._where = place, begin, end
         self._dtype = dtype
 

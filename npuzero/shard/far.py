@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from npuzero.config import Settings
-from npuzero.memory import Spaces
-from npuzero.plan import FAR_CHUNK_BYTES, MOMENT_BLOCK, Memory, far_block_bytes
-from npuzero.shard.bank import Bank, Fields, HostBank
-from npuzero.shard.chunks import Piece, chunks_of
-from npuzero.shard.file_bank import FileBank
-from npuzero.shard.flat import EXACT, PARAMETERS, Flat
-from npuzero.shard.lag import Lag
-from npuzero.shard.parameter_file import ParameterFile
-from npuzero.shard.spread import Spread
-from npuzero.shard.stream import Stream
+from npuzero.memory import MemorySpaces
+from npuzero.plan import FAR_CHUNK_BYTES, MOMENT_BLOCK, Memory, offloaded_block_bytes
+from npuzero.shard.bank import Fields, HostStateStore, StateStore
+from npuzero.shard.chunks import ShardPiece, divide_into_chunks
+from npuzero.shard.file_bank import NvmeStateStore
+from npuzero.shard.flat import EXACT, PARAMETERS, FlatParameter
+from npuzero.shard.lag import DelayedUpdate
+from npuzero.shard.parameter_file import NvmeParameterStore
+from npuzero.shard.spread import TieredTensor
+from npuzero.shard.stream import OffloadedUpdate
 from npuzero.shard.unit import Unit
 
 
-class Far:
+class OffloadedStates:
     """Hold the far states of one model.
 
     Attributes:
@@ -32,13 +32,13 @@ class Far:
         lag: what the stream's updates are ahead of the parameters, where the plan delays them.
     """
 
-    def __init__(self, units: Sequence[Unit], spaces: Spaces, settings: Settings) -> None:
+    def __init__(self, units: Sequence[Unit], spaces: MemorySpaces, settings: Settings) -> None:
         flats = [flat for unit in units for flat in unit.trainable if flat.far]
-        shards = [Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats]
+        shards = [ShardPiece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats]
         chunk_bytes = settings.chunk_bytes or FAR_CHUNK_BYTES
-        chunks = list(chunks_of(shards, _block_bytes, chunk_bytes))
+        chunks = list(divide_into_chunks(shards, _block_bytes, chunk_bytes))
         self._spaces = spaces
-        self.stream = Stream(
+        self.stream = OffloadedUpdate(
             units,
             tuple(chunks),
             spaces,
@@ -47,37 +47,37 @@ class Far:
             lag=any(flat.plan.lag for flat in flats),
         )
         filed = [flat for unit in units for flat in unit.flats if flat.rests.parameters.memory is Memory.NVME]
-        frozen = [Piece(flat, 0, flat.rests.parameters.numel) for flat in filed if not flat.trainable]
-        chunks += chunks_of(frozen, lambda flat: MOMENT_BLOCK * flat.dtype.itemsize, chunk_bytes)
-        self.file = ParameterFile(chunks, filed, self.stream.quiet, spaces) if filed else None
+        frozen = [ShardPiece(flat, 0, flat.rests.parameters.numel) for flat in filed if not flat.trainable]
+        chunks += divide_into_chunks(frozen, lambda flat: MOMENT_BLOCK * flat.dtype.itemsize, chunk_bytes)
+        self.file = NvmeParameterStore(chunks, filed, self.stream.quiet, spaces) if filed else None
         self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
-        self.lag = Lag([flat for flat in flats if flat.plan.lag], self.stream, spaces)
+        self.lag = DelayedUpdate([flat for flat in flats if flat.plan.lag], self.stream, spaces)
 
-    def banks(self, fields: Fields) -> list[Bank]:
+    def banks(self, fields: Fields) -> list[StateStore]:
         """Make banks, of zeros, for states of far flats: one for each memory that they rest in."""
-        found: list[Bank] = []
+        found: list[StateStore] = []
         for memory in dict.fromkeys(flat.rests.states.memory for flat in fields):
             mine = {flat: states for flat, states in fields.items() if flat.rests.states.memory is memory}
-            make = FileBank if memory is Memory.NVME else HostBank
+            make = NvmeStateStore if memory is Memory.NVME else HostStateStore
             found.append(make(self.stream.chunks, mine, self.stream.quiet, self._spaces))
         return found
 
-    def spread(self, flat: Flat, name: str) -> Spread:
+    def spread(self, flat: FlatParameter, name: str) -> TieredTensor:
         """Return what is far of the exact masters of a flat, or its parameters on disks."""
         banks = [self.file] if name == PARAMETERS and self.file is not None else self.masters
         return next(bank for bank in banks if bank.has(flat)).spread(flat, name)
 
     @property
-    def updated(self) -> list[Bank]:
+    def updated(self) -> list[StateStore]:
         """Return the banks that every update reads and writes, whatever the optimizer."""
         return self.masters if self.file is None else [self.file, *self.masters]
 
-    def whole(self, flat: Flat) -> Tensor:
+    def whole(self, flat: FlatParameter) -> Tensor:
         """Return the float32 masters of a flat that has all of them on the host."""
         bank = next(bank for bank in self.masters if bank.has(flat))
-        assert isinstance(bank, HostBank)
+        assert isinstance(bank, HostStateStore)
         return bank.whole(flat, "master")
 
 
-def _block_bytes(flat: Flat) -> int:
-    return far_block_bytes(flat.plan.precision, flat.dtype)
+def _block_bytes(flat: FlatParameter) -> int:
+    return offloaded_block_bytes(flat.plan.precision, flat.dtype)

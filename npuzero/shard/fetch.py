@@ -12,26 +12,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 from npuzero import observe
-from npuzero.device import Handle, wait_quietly
+from npuzero.device import AsyncHandle, wait_quietly
 from npuzero.errors import NpuZeroError
-from npuzero.memory import Mover, Ring, Spaces
+from npuzero.memory import BufferRing, HostCopier, MemorySpaces
 from npuzero.plan import FROM_DISK, READ_SLOTS
-from npuzero.shard.flat import Flat
-from npuzero.shard.parameter_file import ParameterFile
-from npuzero.shard.rest import Rest
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.parameter_file import NvmeParameterStore
+from npuzero.shard.rest import ShardSpec
 from npuzero.shard.unit import Unit
 
 
-class _Read(NamedTuple):
+class _UnitRead(NamedTuple):
     """Hold what is read of a unit, or will be: the flats' shards as they lay on disks when it began."""
 
     turn: int
     versions: list[int]
-    buffers: Mapping[Flat, Tensor]
-    handles: Sequence[Handle]
+    buffers: Mapping[FlatParameter, Tensor]
+    handles: Sequence[AsyncHandle]
 
 
-class Fetcher:
+class ParameterLoader:
     """Bring the resting shards of units to the device.
 
     Args:
@@ -44,21 +44,21 @@ class Fetcher:
     def __init__(
         self,
         units: Sequence[Unit],
-        file: ParameterFile | None,
-        spaces: Spaces,
+        file: NvmeParameterStore | None,
+        spaces: MemorySpaces,
         updated: Callable[[Unit], bool],
         refuse: Callable[[str, BaseException], None],
     ) -> None:
         self._file = file
         self._updated = updated
         self._refuse = refuse
-        self._mover: Mover = spaces.mover
-        self._reads: dict[int, _Read] = {}  # by unit
+        self._mover: HostCopier = spaces.mover
+        self._reads: dict[int, _UnitRead] = {}  # by unit
         self._turn = 0
-        self._leaving: dict[int, list[Handle]] = {}  # by slot, copies out of it
+        self._leaving: dict[int, list[AsyncHandle]] = {}  # by slot, copies out of it
         if file is not None:
             largest = max(sum(map(file.read_bytes, self._on_disk(unit))) for unit in units)
-            self._ring = Ring(spaces.host, largest, READ_SLOTS)
+            self._ring = BufferRing(spaces.host, largest, READ_SLOTS)
 
     def ahead(self, unit: Unit) -> None:
         """Begin to read what of a unit rests on disks, unless that is still updated."""
@@ -68,10 +68,10 @@ class Fetcher:
     def gather(
         self,
         unit: Unit,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameter],
         tag: str,
-        send: Callable[[Flat, Rest, Tensor, str], Handle],
-        handles: list[Handle],
+        send: Callable[[FlatParameter, ShardSpec, Tensor, str], AsyncHandle],
+        handles: list[AsyncHandle],
     ) -> None:
         """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there.
 
@@ -101,11 +101,11 @@ class Fetcher:
 
     def _gather(
         self,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameter],
         tag: str,
-        send: Callable[[Flat, Rest, Tensor, str], Handle],
-        handles: list[Handle],
-        read: _Read | None,
+        send: Callable[[FlatParameter, ShardSpec, Tensor, str], AsyncHandle],
+        handles: list[AsyncHandle],
+        read: _UnitRead | None,
     ) -> None:
         for flat in flats:
             rest = flat.rests.parameters
@@ -117,7 +117,7 @@ class Fetcher:
             with self._mover.beside():
                 handles.append(send(flat, rest, own, tag) if rest.group.many else self._mover.arrival())
 
-    def _sources(self, flat: Flat, read: _Read | None) -> Iterator[tuple[int, Tensor]]:
+    def _sources(self, flat: FlatParameter, read: _UnitRead | None) -> Iterator[tuple[int, Tensor]]:
         """Yield a flat's resting shard as it lies on the host: where in the shard each part begins, and the part."""
         if read is None or self._file is None or not self._file.has(flat):
             yield 0, flat.resting
@@ -126,7 +126,7 @@ class Fetcher:
             nbytes = (place.end - place.begin) * flat.dtype.itemsize
             yield place.begin, read.buffers[flat][place.at : place.at + nbytes].view(flat.dtype)
 
-    def _read(self, unit: Unit) -> _Read:
+    def _read(self, unit: Unit) -> _UnitRead:
         """Read a unit's shards into a slot of the ring, unless they are there."""
         assert self._file is not None
         flats = self._on_disk(unit)
@@ -137,8 +137,8 @@ class Fetcher:
         observe.instant("read", unit.name)
         turn, self._turn = self._turn, self._turn + 1
         self._empty(turn % READ_SLOTS)
-        buffers: dict[Flat, Tensor] = {}
-        handles: list[Handle] = []
+        buffers: dict[FlatParameter, Tensor] = {}
+        handles: list[AsyncHandle] = []
         begin = 0
         try:
             for flat in flats:
@@ -150,7 +150,7 @@ class Fetcher:
             wait_quietly(handles)  # they write into the slot, which the next read may take
             raise
         self._mover.moved[FROM_DISK] += begin
-        self._reads[unit.index] = read = _Read(turn, versions, buffers, handles)
+        self._reads[unit.index] = read = _UnitRead(turn, versions, buffers, handles)
         return read
 
     def _empty(self, slot: int) -> None:
@@ -163,5 +163,5 @@ class Fetcher:
             handle.wait()
         self._leaving.pop(slot, None)
 
-    def _on_disk(self, unit: Unit) -> list[Flat]:
+    def _on_disk(self, unit: Unit) -> list[FlatParameter]:
         return [] if self._file is None else [flat for flat in unit.flats if self._file.has(flat)]

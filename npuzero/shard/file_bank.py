@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 from npuzero.errors import NpuZeroError
-from npuzero.memory import Ring, Spaces
+from npuzero.memory import BufferRing, MemorySpaces
 from npuzero.ops.storage import stored_numel
-from npuzero.plan import RING_SLOTS, STATE_ALIGNMENT, Memory, whole_pages
-from npuzero.shard.bank import Bank, Fields, Views
-from npuzero.shard.chunks import Chunk
-from npuzero.shard.extents import Extents, Keeping
-from npuzero.shard.snapshot import Kept
+from npuzero.plan import RING_SLOTS, STATE_ALIGNMENT, Memory, round_up_pages
+from npuzero.shard.bank import Fields, StateStore, Views
+from npuzero.shard.chunks import UpdateChunk
+from npuzero.shard.extents import ExtentSnapshot, FileExtents
+from npuzero.shard.snapshot import KeptPart
 
 
-class _State(NamedTuple):
+class _StateRange(NamedTuple):
     """Describe where in its chunk's extent a state of a piece lies, in bytes."""
 
     piece: int
@@ -29,7 +29,7 @@ class _State(NamedTuple):
     end: int
 
 
-class FileBank(Bank):
+class NvmeStateStore(StateStore):
     """Hold states in a store, and bring them through a ring of the host's.
 
     Whoever opens a part outside of an update finds its chunk's extent in the ring from then on; what he writes there
@@ -42,22 +42,24 @@ class FileBank(Bank):
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[UpdateChunk],
         fields: Fields,
         quiet: Callable[[], None],
-        spaces: Spaces,
+        spaces: MemorySpaces,
         label: str = "states",
         alignment: int = STATE_ALIGNMENT,
     ) -> None:
         super().__init__(chunks, fields, quiet)
-        self._states = [_laid_out(chunk, fields, alignment) for chunk in chunks]
-        lengths = [whole_pages(states[-1].end) if states else 0 for states in self._states]
-        self._extents = Extents(spaces.disk, lengths)
-        self._keeping: Keeping | None = None
+        self._states = [_lay_out_states(chunk, fields, alignment) for chunk in chunks]
+        lengths = [round_up_pages(states[-1].end) if states else 0 for states in self._states]
+        self._extents = FileExtents(spaces.disk, lengths)
+        self._keeping: ExtentSnapshot | None = None
         spaces[Memory.NVME].count(label, sum(s.end - s.begin for states in self._states for s in states))
         self._slots = min(RING_SLOTS, len(chunks))
-        self._ring = Ring(spaces.host, max(lengths), self._slots)
-        self._foreseen: dict[int, tuple[int, Handle]] = {}  # by slot: a chunk that is read before its update begins
+        self._ring = BufferRing(spaces.host, max(lengths), self._slots)
+        self._foreseen: dict[
+            int, tuple[int, AsyncHandle]
+        ] = {}  # by slot: a chunk that is read before its update begins
         self._opened: int | None = None
         self._written = False
 
@@ -70,11 +72,11 @@ class FileBank(Bank):
         self._opened, self._written = None, False
         self._extents.settle()
 
-    def fetch(self, k: int, turn: int) -> Handle:
+    def fetch(self, k: int, turn: int) -> AsyncHandle:
         chunk, handle = self._foreseen.pop(turn % self._slots, (None, None))
         if handle is not None and chunk == k:
             return handle
-        _arrived(handle)
+        _wait_for_slot(handle)
         return self._extents.read(k, self._ring.slot(turn))
 
     def foresee(self, k: int, turn: int) -> None:
@@ -89,12 +91,12 @@ class FileBank(Bank):
             found[state.piece][state.name] = slot[state.begin : state.end].view(state.dtype)
         return list(found)
 
-    def store(self, k: int, turn: int) -> Handle:
+    def store(self, k: int, turn: int) -> AsyncHandle:
         return self._extents.write(k, self._ring.slot(turn))
 
     def opened(self, k: int, write: bool) -> list[Views]:
         for _, handle in self._foreseen.values():
-            _arrived(handle)
+            _wait_for_slot(handle)
         self._foreseen.clear()  # somebody may write, and there is one slot for who reads
         if self._opened != k:
             self.settle()
@@ -103,29 +105,29 @@ class FileBank(Bank):
         self._written = self._written or write
         return self.views(k, 0)
 
-    def kept(self, name: str, k: int, i: int) -> Kept:
+    def kept(self, name: str, k: int, i: int) -> KeptPart:
         self._quiet()
         self.settle()
         if self._keeping is None or self._keeping.over:
-            self._keeping = Keeping(self._extents)
+            self._keeping = ExtentSnapshot(self._extents)
         state = next(state for state in self._states[k] if (state.piece, state.name) == (i, name))
         return self._keeping.keep(k, state.begin, state.end, state.dtype)
 
 
-def _arrived(handle: Handle | None) -> None:
+def _wait_for_slot(handle: AsyncHandle | None) -> None:
     """Wait until nothing is written to a slot any more; what is wrong on the disk will be so when it is asked for."""
     if handle is not None:
         with suppress(NpuZeroError):
             handle.wait()
 
 
-def _laid_out(chunk: Chunk, fields: Fields, alignment: int) -> list[_State]:
+def _lay_out_states(chunk: UpdateChunk, fields: Fields, alignment: int) -> list[_StateRange]:
     """Lay the states of a chunk's pieces side by side, each on a multiple of ``alignment``."""
-    states: list[_State] = []
+    states: list[_StateRange] = []
     begin = 0
     for i, piece in enumerate(chunk.pieces):
         for name, dtype in fields.get(piece.flat, {}).items():
             end = begin + stored_numel(piece.end - piece.begin, dtype) * dtype.itemsize
-            states.append(_State(i, name, dtype, begin, end))
+            states.append(_StateRange(i, name, dtype, begin, end))
             begin = -(-end // alignment) * alignment
     return states

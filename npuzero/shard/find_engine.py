@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import StateError
-from npuzero.shard.ownership import deleted
+from npuzero.shard.ownership import deleted_model_error
 
 if TYPE_CHECKING:
     from npuzero.shard.engine import Engine
@@ -23,11 +23,11 @@ def engine_of(model: nn.Module) -> Engine:
     """
     engine = getattr(model, "_npuzero", None)
     if engine is None:
-        raise not_cut(model)
+        raise not_sharded_error(model)
     return engine  # type: ignore[no-any-return]
 
 
-class Given(NamedTuple):
+class GradientTargets(NamedTuple):
     """Hold what a call about gradients was given.
 
     Attributes:
@@ -39,9 +39,9 @@ class Given(NamedTuple):
     plain: list[Tensor]
 
 
-def given_to(
+def find_gradient_targets(
     subject: str, model: nn.Module | Iterable[nn.Parameter], *, plain: bool = True, models: int | None = None
-) -> Given:
+) -> GradientTargets:
     """Return what ``subject`` was given: a model made by :func:`npuzero.zero`, or parameters of one or more of them.
 
     Args:
@@ -53,9 +53,9 @@ def given_to(
     """
     engine = getattr(model, "_npuzero", None)
     if engine is not None:
-        return Given({engine: None}, [])
+        return GradientTargets({engine: None}, [])
     if isinstance(model, nn.Module):
-        raise not_cut(model)
+        raise not_sharded_error(model)
     tensors: list[Any] = [model] if isinstance(model, Tensor) else list(model) if isinstance(model, Iterable) else []
     engines: dict[Engine, list[nn.Parameter]] = {}
     others = []
@@ -67,8 +67,8 @@ def given_to(
             engines.setdefault(owner, []).append(tensor)
     refused = others if not plain else [other for other in others if not isinstance(other, Tensor)]
     if engines and not refused and (models is None or len(engines) <= models):
-        return Given({**engines}, others)
-    got = f"{len(others)} that no model made by npuzero.zero() has" if others else describe(model)
+        return GradientTargets({**engines}, others)
+    got = f"{len(others)} that no model made by npuzero.zero() has" if others else describe_value(model)
     raise StateError(
         f"npuzero.{subject}",
         expected="the model that npuzero.zero() returned, or parameters of it",
@@ -88,11 +88,11 @@ def engine_behind(parameter: Tensor) -> Engine | None:
         return None
     engine = reference()
     if engine is None:
-        raise deleted("optimizer")
+        raise deleted_model_error("optimizer")
     return cast("Engine", engine)
 
 
-def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Parameter]]:
+def split_by_engine(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Parameter]]:
     """Return the engines whose models own ``parameters``, each once, in order; and the plain parameters among them.
 
     Raises:
@@ -110,16 +110,16 @@ def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Pa
     return [engine for engine in map(engine_behind, seen.values()) if engine is not None], plain
 
 
-def not_cut(model: nn.Module) -> StateError:
+def not_sharded_error(model: nn.Module) -> StateError:
     """Return the error for a plain module where a sharded one is needed."""
-    plain = "a part of one" if _has_owned(model) else "a plain module"
+    plain = "a part of one" if _has_sharded_parameter(model) else "a plain module"
     return StateError(
         type(model).__name__,
         expected="a model made by npuzero.zero()",
-        got=plain if isinstance(model, nn.Module) else describe(model),
+        got=plain if isinstance(model, nn.Module) else describe_value(model),
         do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
     )
 
 
-def _has_owned(model: object) -> bool:
+def _has_sharded_parameter(model: object) -> bool:
     return isinstance(model, nn.Module) and any("_npuzero_engine" in p.__dict__ for p in model.parameters())

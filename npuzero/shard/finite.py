@@ -12,14 +12,14 @@ from torch._compile import _disable_dynamo
 from npuzero.comm import Communicator, World
 from npuzero.errors import NonFiniteError
 from npuzero.ops.norm import norm_unchecked
-from npuzero.shard.boundary import Boundary
-from npuzero.shard.flat import Flat
+from npuzero.shard.boundary import StepBoundary
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Watch:
+class NanOriginWatcher:
     """Watch each unit's outputs and the order in which gradients come; :meth:`look` tells where it began.
 
     A verdict is asked for when the next forward begins: by then the device has long passed the point, and has the
@@ -101,8 +101,10 @@ class Watch:
         owner = {slot.name: unit.name for unit, flat in flats for slot in flat.layout.slots}
         place = {name: at for at, name in enumerate(owner)}
         came = {name: at for at, name in enumerate(self._arrived)}
-        parameters = [name for _, flat in flats for name in _bad(flat, "parameters")]
-        gradients = [name for unit in self._units for flat in unit.trainable for name in _bad(flat, "gradient")]
+        parameters = [name for _, flat in flats for name in _nonfinite_slots(flat, "parameters")]
+        gradients = [
+            name for unit in self._units for flat in unit.trainable for name in _nonfinite_slots(flat, "gradient")
+        ]
         outputs = [(at, i) for at, i in enumerate(self._order) if counts[i]]
         # Each with what it is ordered by: forward goes from the first stage to the last, backward the other way.
         mine: dict[str, Any] = {
@@ -116,18 +118,20 @@ class Watch:
         # In the order of causes: a bad parameter spoils outputs, these spoil the loss, and any of them all gradients.
         if "parameters" in first:
             *_, name, unit = first["parameters"]
-            return _error(f"parameter {name} of unit {unit!r}", unit, name, None)
+            return _nonfinite_error(f"parameter {name} of unit {unit!r}", unit, name, None)
         if "outputs" in first:
             *_, rank, unit = first["outputs"]
-            return _error(f"the output of unit {unit!r} on rank {rank}, whose parameters are finite", unit, None, rank)
+            return _nonfinite_error(
+                f"the output of unit {unit!r} on rank {rank}, whose parameters are finite", unit, None, rank
+            )
         if "losses" in first:
             rank = first["losses"]
-            return _error(f"the loss on rank {rank}, of finite outputs", None, None, rank)
+            return _nonfinite_error(f"the loss on rank {rank}, of finite outputs", None, None, rank)
         *_, name, unit = first["gradients"]
-        return _error(f"the gradient of parameter {name} of unit {unit!r}", unit, name, None)
+        return _nonfinite_error(f"the gradient of parameter {name} of unit {unit!r}", unit, name, None)
 
 
-class Finite:
+class NanWatch:
     """Hold the watch over one model, while somebody wants one.
 
     Args:
@@ -136,11 +140,16 @@ class Finite:
         show: shows the hooks the watch that there is now.
     """
 
-    def __init__(self, make: Callable[[], Watch], boundary: Boundary, show: Callable[[Watch | None], None]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], NanOriginWatcher],
+        boundary: StepBoundary,
+        show: Callable[[NanOriginWatcher | None], None],
+    ) -> None:
         self._make = make
         self._boundary = boundary
         self._show = show
-        self.watching: Watch | None = None
+        self.watching: NanOriginWatcher | None = None
 
     def watch(self, on: bool) -> None:
         """Begin to watch what stops being finite, and where; or stop watching."""
@@ -171,7 +180,7 @@ class Finite:
             self.watching.look()
 
 
-def _bad(flat: Flat, what: str) -> list[str]:
+def _nonfinite_slots(flat: FlatParameter, what: str) -> list[str]:
     """Return the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
     own = flat.own.raw(slice(0, flat.rests.states.numel)) if what == "parameters" else flat.own_gradient
     if own.isfinite().all():
@@ -179,7 +188,7 @@ def _bad(flat: Flat, what: str) -> list[str]:
     return [flat.layout.slots[i].name for i in flat.slots if not own[flat.own_slots[i]].isfinite().all()]
 
 
-def _error(where: str, unit: str | None, parameter: str | None, rank: int | None) -> NonFiniteError:
+def _nonfinite_error(where: str, unit: str | None, parameter: str | None, rank: int | None) -> NonFiniteError:
     return NonFiniteError(
         "FiniteGuard",
         expected="finite outputs, losses and gradients",

@@ -27,17 +27,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from npuzero.memory import Source, Spaces, Transient, zeros
+from npuzero.memory import MemorySpaces, Source, TransientBuffer, allocate_zeros
 from npuzero.ops import storage
-from npuzero.plan import Memory, Plan, Portion
+from npuzero.plan import Memory, Plan, TensorPortion
 from npuzero.shard import guard
-from npuzero.shard.cuts import keep_portion
-from npuzero.shard.gradient import Gradient
-from npuzero.shard.layout import Layout, overlap
-from npuzero.shard.origin import give_data
-from npuzero.shard.rest import Rest, Rests
-from npuzero.shard.snapshot import NOW, Later, Snapshot
-from npuzero.shard.spread import Spread
+from npuzero.shard.cuts import set_portion
+from npuzero.shard.gradient import FlatGradient
+from npuzero.shard.layout import FlatLayout, intersect_ranges
+from npuzero.shard.origin import set_tensor_data
+from npuzero.shard.rest import ShardSpec, ShardSpecs
+from npuzero.shard.snapshot import NOW, Later, StateSnapshot
+from npuzero.shard.spread import TieredTensor
 
 #: By how masters are kept, the name and dtype of what is kept beside own parameters.
 EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
@@ -45,7 +45,7 @@ EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
 PARAMETERS, AHEAD = "parameters", "ahead"
 
 
-class Flat:
+class FlatParameter:
     """Hold one flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen.
 
     Attributes:
@@ -59,11 +59,11 @@ class Flat:
     def __init__(
         self,
         name: str,
-        layout: Layout,
+        layout: FlatLayout,
         parameters: list[nn.Parameter],
         plan: Plan,
-        rests: Rests,
-        portions: Sequence[Portion | None],
+        rests: ShardSpecs,
+        portions: Sequence[TensorPortion | None],
     ) -> None:
         self.name = name
         self.layout = layout
@@ -76,18 +76,18 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         self.apart = rests.apart
         self.whole: Tensor
-        self.transient: Transient  # the memory of whole; only where apart
+        self.transient: TransientBuffer  # the memory of whole; only where apart
         self.resting: Tensor  # not where parameters rest on a disk
-        self.shard: Spread  # [n/P]: what rests of the parameters, wherever that is
-        self.held: dict[Rest, Transient] = {}  # by where it rests; only where apart
-        self.exact: Spread | None = None  # only where masters are "fp32" or "split"
+        self.shard: TieredTensor  # [n/P]: what rests of the parameters, wherever that is
+        self.held: dict[ShardSpec, TransientBuffer] = {}  # by where it rests; only where apart
+        self.exact: TieredTensor | None = None  # only where masters are "fp32" or "split"
         self.master: Tensor  # what is near of it
         self.remainder: Tensor | None = None
         # [n/S]: the range of the resting parameters that this rank updates; as a tensor not where they rest on a disk.
-        self.own: Spread
+        self.own: TieredTensor
         self.own_parameters: Tensor
         self.ahead: Tensor | None = None
-        self.gradient: Gradient  # only where trainable
+        self.gradient: FlatGradient  # only where trainable
         # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
         self._counts = [0] * len(parameters)
         self._aliases: dict[int, Tensor] = {}
@@ -106,7 +106,7 @@ class Flat:
 
     def _own_slot(self, i: int) -> slice:
         slot, start = self.layout.slots[i], self.rests.states.begin
-        begin, end = overlap((slot.begin, slot.end), self.rests.states.range)
+        begin, end = intersect_ranges((slot.begin, slot.end), self.rests.states.range)
         return slice(begin - start, end - start) if begin < end else slice(0, 0)
 
     def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ class Flat:
 
     def materialize(
         self,
-        spaces: Spaces,
+        spaces: MemorySpaces,
         source: Source | None,
-        first_values: Callable[[Flat], None],
-        far: Callable[[Flat, str], Spread],
+        first_values: Callable[[FlatParameter], None],
+        far: Callable[[FlatParameter, str], TieredTensor],
     ) -> None:
         """Allocate the buffers, have ``first_values`` fill them, and let the parameters be views of the flat.
 
@@ -149,8 +149,8 @@ class Flat:
             )
             self.whole = self.resting
             self.own_parameters = self.resting[rests.states.within(rests.parameters)]
-            self.shard = Spread.whole(self.resting, rests.parameters.numel)
-            self.own = Spread.whole(self.own_parameters, rests.states.numel)
+            self.shard = TieredTensor.whole(self.resting, rests.parameters.numel)
+            self.own = TieredTensor.whole(self.own_parameters, rests.states.numel)
         if self.apart:
             self.transient = resident.transient(self.layout.numel, self.dtype, "buffers")
             self.whole = self.transient.tensor
@@ -158,13 +158,13 @@ class Flat:
                 kept: spaces[kept.memory].transient(kept.numel, self.dtype, "buffers") for kept in rests.copied
             }
         if self.trainable:
-            self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)
+            self.gradient = FlatGradient(self.name, self.layout, rests, self.plan.precision, spaces)
             near = rests.states.near
             self.master = self.own_parameters[:near] if near else self.whole[:0]
             if self.masters in EXACT:
                 name, dtype = EXACT[self.masters]
                 setattr(self, name, resident.allocate(near, dtype, "states"))
-                self.exact = Spread.whole(getattr(self, name), near)
+                self.exact = TieredTensor.whole(getattr(self, name), near)
                 if self.far:
                     self.exact = self.exact.extended(far(self, name))
         first_values(self)
@@ -172,11 +172,11 @@ class Flat:
             self.transient.restore()  # views can only be made of what has memory
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
-            give_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
+            set_tensor_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
         for i, parameter in enumerate(self.parameters):
             parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
-            keep_portion(parameter, self.portions[i])
-            guard.reopen(parameter)
+            set_portion(parameter, self.portions[i])
+            guard.watch_parameter(parameter)
         self.written()  # before this it was no concern
         if self.apart:
             self.transient.release()
@@ -191,7 +191,7 @@ class Flat:
             values: tensors of the slots' shapes, any floating dtype and device.
             share: makes the unsharded flat (float32) the same on all ranks.
         """
-        exact = zeros(self.layout.numel, torch.float32, self.whole.device)
+        exact = allocate_zeros(self.layout.numel, torch.float32, self.whole.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
             exact[slot.begin : slot.end].copy_(value.reshape(-1))
         share(exact)
@@ -205,8 +205,8 @@ class Flat:
         """
         exact = values.to(self.whole.device, torch.float32)
 
-        def shared(rest: Rest) -> tuple[Tensor, slice]:
-            begin, end = overlap((start, start + exact.numel()), rest.range)
+        def shared(rest: ShardSpec) -> tuple[Tensor, slice]:
+            begin, end = intersect_ranges((start, start + exact.numel()), rest.range)
             return exact[begin - start : end - start], slice(begin - rest.begin, end - rest.begin)
 
         here, shard = shared(self.rests.parameters)
@@ -245,7 +245,7 @@ class Flat:
             if self.masters == "split" and self.exact is not None:
                 before = self.own.raw(self._all).to(written.device)
                 # As bits: NaN equals nothing, and -0 equals 0.
-                self.exact.clear(self._all, storage.bits(own_written) != storage.bits(before))
+                self.exact.clear(self._all, storage.view_bits(own_written) != storage.view_bits(before))
             self.shard.replace(slice(0, written.numel()), written)
         elif self.masters == "split" and self.exact is not None:
             for i in slots:
@@ -253,8 +253,8 @@ class Flat:
         if self.masters == "fp32" and self.exact is not None:
             for own in (self.own_slots[i] for i in slots):
                 for low, master in self.exact.beside(own, own_written[own]):
-                    storage.follow(master, low)
-        _keep_up(self, self._all)
+                    storage.copy_changed_low(master, low)
+        _update_ahead(self, self._all)
 
     # -- masters ---------------------------------------------------------------------------------------------------
 
@@ -270,23 +270,23 @@ class Flat:
 
     def read_master(self, own: slice) -> Tensor:
         """Return the masters of a range of this rank's states shard, float32 however they are kept; maybe a copy."""
-        return masters_later(self, own, NOW)()
+        return snapshot_masters(self, own, NOW)()
 
     def write_master(self, own: slice, values: Tensor) -> None:
         """Replace the masters of a range of this rank's states shard, and own parameters with them."""
         if self.masters == "split" and self.exact is not None:
-            upper, remainder = storage.split(values.float())
+            upper, remainder = storage.split_halves(values.float())
             self.own.replace(own, upper)
             self.exact.replace(own, remainder)
         else:
             if self.exact is not None:
                 self.exact.replace(own, values)
             self.own.round_in(own, values)
-        _keep_up(self, own)
+        _update_ahead(self, own)
 
     def refresh_master(self) -> None:
         """Update masters from the parameters, which were written."""
-        _keep_up(self, self._all)
+        _update_ahead(self, self._all)
         if self.exact is None:
             return
         if self.masters == "split":
@@ -306,8 +306,8 @@ class Flat:
         return slice(0, self.rests.states.numel)
 
 
-def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
-    """Return, for later, what :meth:`Flat.read_master` returns now."""
+def snapshot_masters(flat: FlatParameter, own: slice, snapshot: StateSnapshot) -> Later:
+    """Return, for later, what :meth:`FlatParameter.read_master` returns now."""
     if flat.exact is not None and flat.masters == "fp32":
         return flat.exact.later(own, snapshot)
     upper = flat.own.later(own, snapshot, raw=True) if flat.ahead is None else snapshot.copied(flat.ahead[own])
@@ -317,12 +317,12 @@ def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
         high = upper()
         if remainder is None or not high.numel():
             return high.float()
-        return storage.join(high, remainder().to(high.device))
+        return storage.join_halves(high, remainder().to(high.device))
 
     return masters
 
 
-def _keep_up(flat: Flat, own: slice) -> None:
+def _update_ahead(flat: FlatParameter, own: slice) -> None:
     """Let a range of what is ahead be what own parameters are, which were written."""
     if flat.ahead is not None:
         flat.ahead[own].copy_(flat.own_parameters[own])

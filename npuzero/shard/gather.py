@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from npuzero import observe, ops
-from npuzero.device import Handle, wait_quietly
-from npuzero.memory import Pool, Spaces
-from npuzero.plan import Axes, Memory, message_bytes
-from npuzero.shard.fetch import Fetcher
-from npuzero.shard.flat import Flat
-from npuzero.shard.rest import Rest
+from npuzero.device import AsyncHandle, wait_quietly
+from npuzero.memory import BufferPool, MemorySpaces
+from npuzero.plan import Axes, Memory, thin_message_bytes
+from npuzero.shard.fetch import ParameterLoader
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.rest import ShardSpec
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
-from npuzero.shard.writes import Writes
+from npuzero.shard.writes import UserWrites
 
 _S = ParameterState
 
 
 @dataclass
-class _Gather:
+class _UnitGather:
     """Hold a gather that is under way, and what undoes it.
 
     Attributes:
@@ -33,23 +33,23 @@ class _Gather:
     """
 
     before: ParameterState
-    flats: list[Flat] = field(default_factory=list)
-    handles: list[Handle] = field(default_factory=list)
+    flats: list[FlatParameter] = field(default_factory=list)
+    handles: list[AsyncHandle] = field(default_factory=list)
     failed: bool = False
 
 
-class Gatherer:
+class ParameterGatherer:
     """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank.
 
     Where one of them raises, the unit is as before the start: its memory is given back, and nothing is under way.
     """
 
-    def __init__(self, writes: Writes, fetcher: Fetcher, spaces: Spaces) -> None:
+    def __init__(self, writes: UserWrites, fetcher: ParameterLoader, spaces: MemorySpaces) -> None:
         self._writes = writes
         self._fetcher = fetcher
         self._device = spaces[Memory.DEVICE]
-        self._pools: dict[Axes, Pool] = {}  # of codes, by the ranks that read them in place
-        self._gathers: dict[int, _Gather] = {}  # under way, by unit
+        self._pools: dict[Axes, BufferPool] = {}  # of codes, by the ranks that read them in place
+        self._gathers: dict[int, _UnitGather] = {}  # under way, by unit
 
     def start(self, unit: Unit, purpose: str = "gather") -> None:
         """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank.
@@ -61,7 +61,7 @@ class Gatherer:
             self._undo(unit, under_way)
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
-        gather = self._gathers[unit.index] = _Gather(unit.parameter_state)
+        gather = self._gathers[unit.index] = _UnitGather(unit.parameter_state)
         unit.move(_S.GATHERING)
         try:
             self._begin(unit, gather, purpose)
@@ -69,7 +69,7 @@ class Gatherer:
             self._undo(unit, gather)
             raise
 
-    def _begin(self, unit: Unit, gather: _Gather, purpose: str) -> None:
+    def _begin(self, unit: Unit, gather: _UnitGather, purpose: str) -> None:
         from_held = gather.before is _S.HELD
         rounds = unit.thin and purpose == "gather"
         send = self._send_thin if rounds else self._send
@@ -91,7 +91,7 @@ class Gatherer:
                 self._send(flat, *held, tag) if held else send(flat, flat.rests.parameters, flat.resting, tag)
             )
 
-    def _undo(self, unit: Unit, gather: _Gather) -> None:
+    def _undo(self, unit: Unit, gather: _UnitGather) -> None:
         gather.failed = True
         wait_quietly(gather.handles)
         for flat in gather.flats:
@@ -100,19 +100,19 @@ class Gatherer:
         del self._gathers[unit.index]
 
     @staticmethod
-    def _send(flat: Flat, rest: Rest, shard: Tensor, tag: str) -> Handle:
+    def _send(flat: FlatParameter, rest: ShardSpec, shard: Tensor, tag: str) -> AsyncHandle:
         return rest.group.communicator("gather").all_gather(flat.whole, shard, tag=tag)
 
-    def _send_thin(self, flat: Flat, rest: Rest, shard: Tensor, tag: str) -> Handle:
+    def _send_thin(self, flat: FlatParameter, rest: ShardSpec, shard: Tensor, tag: str) -> AsyncHandle:
         """Send codes of ``shard``. A rank takes its own part from them, too: so all compute with the same values."""
         bits = flat.plan.precision.gather_bits
         assert bits is not None
         group = rest.group
         communicator = group.communicator("gather")
         if group.axes not in self._pools:
-            self._pools[group.axes] = Pool(self._device, communicator.buffer)
+            self._pools[group.axes] = BufferPool(self._device, communicator.buffer)
         pool = self._pools[group.axes]
-        codes, _ = pool.acquire(group.size * message_bytes(rest.numel, bits), torch.uint8)
+        codes, _ = pool.acquire(group.size * thin_message_bytes(rest.numel, bits), torch.uint8)
         try:
             mine = codes.chunk(group.size)[group.index]
             ops.quantize(shard, mine, bits=bits)
@@ -120,7 +120,7 @@ class Gatherer:
         except BaseException:
             pool.release(codes)
             raise
-        return _Codes(arriving, codes, flat.whole, bits, group.size, pool)
+        return _QuantizedHandle(arriving, codes, flat.whole, bits, group.size, pool)
 
     def read_ahead(self, unit: Unit) -> None:
         """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
@@ -157,7 +157,7 @@ class Gatherer:
         """Keep the resting shards only."""
         self._release(unit, [flat.rests.parameters for flat in unit.flats])
 
-    def _release(self, unit: Unit, keep: Sequence[Rest]) -> None:
+    def _release(self, unit: Unit, keep: Sequence[ShardSpec]) -> None:
         """Keep of each flat what is there where its parameters rest as ``keep`` says, and the resting shard."""
         if not unit.guarded:
             return
@@ -191,7 +191,7 @@ class Gatherer:
         unit.move(_S.SHARDED)
 
     @staticmethod
-    def _keep(flat: Flat, rest: Rest) -> None:
+    def _keep(flat: FlatParameter, rest: ShardSpec) -> None:
         for held, copy in flat.held.items():
             if held is not rest:
                 copy.release()
@@ -202,10 +202,12 @@ class Gatherer:
             flat.transient.release()
 
 
-class _Codes(Handle):
+class _QuantizedHandle(AsyncHandle):
     """Stand for parameters that arrive as codes, which whoever waits makes values of."""
 
-    def __init__(self, arriving: Handle, codes: Tensor, whole: Tensor, bits: int, pieces: int, pool: Pool) -> None:
+    def __init__(
+        self, arriving: AsyncHandle, codes: Tensor, whole: Tensor, bits: int, pieces: int, pool: BufferPool
+    ) -> None:
         self._arriving = arriving
         self._codes: Tensor | None = codes  # until they are values
         self._whole = whole

@@ -27,17 +27,17 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import StateError
-from npuzero.memory import Pool, Spaces
+from npuzero.memory import BufferPool, MemorySpaces
 from npuzero.plan import Memory, Precision
 from npuzero.shard import guard
-from npuzero.shard.accumulator import Accumulator
-from npuzero.shard.contribution import Contribution, Pass, Route
-from npuzero.shard.layout import Layout, overlap
-from npuzero.shard.rest import Hop, Rests
-from npuzero.shard.states import GradientState, moved
+from npuzero.shard.accumulator import GradientBuffer
+from npuzero.shard.contribution import BackwardRole, GradientRoute, MicroBatchGradient
+from npuzero.shard.layout import FlatLayout, intersect_ranges
+from npuzero.shard.rest import LevelTransfer, ShardSpecs
+from npuzero.shard.states import GradientState, check_transition
 
 
-class Content(enum.Enum):
+class GradientContent(enum.Enum):
     """Name where this rank's gradients of one slot are, since the last reset."""
 
     NOWHERE = "nowhere"  # none has come
@@ -45,7 +45,7 @@ class Content(enum.Enum):
     SUMMED = "summed"  # in what the ranks have summed: the sharded buffer, or the carry
 
 
-class Gradient:
+class FlatGradient:
     """Hold the gradient of one flat.
 
     Attributes:
@@ -68,7 +68,9 @@ class Gradient:
         markers: per slot, what ``p.grad`` is while the gradient lives here.
     """
 
-    def __init__(self, name: str, layout: Layout, rests: Rests, precision: Precision, spaces: Spaces) -> None:
+    def __init__(
+        self, name: str, layout: FlatLayout, rests: ShardSpecs, precision: Precision, spaces: MemorySpaces
+    ) -> None:
         self.name = name
         self.layout = layout
         self.rests = rests
@@ -78,7 +80,7 @@ class Gradient:
         self.meets_at_boundary = rests.deeper.many or rests.beyond.many
         self.meets_in_pass = self.meets_at_boundary and not rests.tied
         self._space = spaces[Memory.DEVICE]
-        self.kept = Accumulator(layout, rests, spaces)
+        self.kept = GradientBuffer(layout, rests, spaces)
         self.memory, self.buffer = self.kept.memory, self.kept.buffer
         self.residuals = {
             hop: self._space.allocate(hop.residual, torch.float32, "states")
@@ -88,12 +90,12 @@ class Gradient:
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.state = GradientState.EMPTY
-        self.contribution = Contribution(layout)
-        self.content = [Content.NOWHERE] * len(layout.slots)
+        self.contribution = MicroBatchGradient(layout)
+        self.content = [GradientContent.NOWHERE] * len(layout.slots)
         self.zeroed: set[int] = set()
         self.summing = False
-        self.pool: Pool  # the reducer's, as the others
-        self.pools: dict[Hop, Pool] = {}
+        self.pool: BufferPool  # the reducer's, as the others
+        self.pools: dict[LevelTransfer, BufferPool] = {}
         self.markers: list[guard.GradientMarker] = []
         self._parameters: Sequence[nn.Parameter] = ()
 
@@ -105,17 +107,17 @@ class Gradient:
         """Make the markers of ``parameters``, one per slot."""
         self._parameters = parameters
         of = weakref.ref(self)
-        self.markers = [guard.GradientMarker(p, partial(_zero, of, i)) for i, p in enumerate(parameters)]
+        self.markers = [guard.GradientMarker(p, partial(_mark_zeroed, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
         """Change the state, as the life-cycle allows; where nothing was, and gradients rest here, there is memory."""
-        self.state = moved(f"gradients of {self.name}", self.state, to)
+        self.state = check_transition(f"gradients of {self.name}", self.state, to)
         if not self.kept.homes:
             self.kept.take()
 
     def forget(self) -> None:
         """Drop the gradients of all slots: those that are there still are zeros."""
-        self.content = [Content.NOWHERE] * len(self.content)
+        self.content = [GradientContent.NOWHERE] * len(self.content)
         self.zeroed.clear()
         self.summing = False
         self.kept.forget()
@@ -126,30 +128,30 @@ class Gradient:
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
-    def route(self, kind: Pass) -> Route:
+    def route(self, kind: BackwardRole) -> GradientRoute:
         """Return the way of a pass's complete contribution, by the table of moves."""
-        if kind is Pass.ALONE:
-            return Route.KEEP
+        if kind is BackwardRole.ALONE:
+            return GradientRoute.KEEP
         if self.cut:  # R2 sends it, and what no_sync has kept goes along
-            return Route.SEND if self.unsynced is None else Route.BOTH
+            return GradientRoute.SEND if self.unsynced is None else GradientRoute.BOTH
         # R2 is the identity. The first gradients of a step that are known to be the last are sent as they come, where
         # accumulating them in float32 would only be undone by the communication dtype.
-        alone = kind is Pass.LAST and self.meets_in_pass and self.wire != torch.float32
-        return Route.SEND if alone and Content.ALONE not in self.content else Route.KEEP
+        alone = kind is BackwardRole.LAST and self.meets_in_pass and self.wire != torch.float32
+        return GradientRoute.SEND if alone and GradientContent.ALONE not in self.content else GradientRoute.KEEP
 
-    def take(self, kind: Pass) -> Tensor | None:
+    def take(self, kind: BackwardRole) -> Tensor | None:
         """Take in the contribution, which is complete; return the communication buffer to send, if there is one."""
         route = self.route(kind)
         self.contribution.check()
-        if route is not Route.SEND:
+        if route is not GradientRoute.SEND:
             self._accumulate()
-        where = Content.SUMMED if route is Route.SEND else Content.ALONE
+        where = GradientContent.SUMMED if route is GradientRoute.SEND else GradientContent.ALONE
         if self.contribution.complete:
             self.content = [where] * len(self.content)
         else:
             for i in self.contribution.arrived:
                 self.content[i] = where
-        wire = None if route is Route.KEEP else self.fill_wire()
+        wire = None if route is GradientRoute.KEEP else self.fill_wire()
         self.contribution.arrived.clear()
         return wire
 
@@ -161,12 +163,14 @@ class Gradient:
             self.kept.bring()
         whole = self.unsynced if self.unsynced is not None else self.buffer
         arrived = self.contribution.arrived
-        if Content.ALONE not in self.content:
+        if GradientContent.ALONE not in self.content:
             self.contribution.pack(arrived, whole, self.scale, accumulate=False)
             return
         # Slots that have a gradient are added to, the others overwritten: what they hold has not been zeroed.
         for again in (False, True):
-            chosen = {i: gradient for i, gradient in arrived.items() if (self.content[i] is Content.ALONE) is again}
+            chosen = {
+                i: gradient for i, gradient in arrived.items() if (self.content[i] is GradientContent.ALONE) is again
+            }
             self.contribution.pack(chosen, whole, self.scale, accumulate=again)
 
     def fill_wire(self) -> Tensor:
@@ -191,10 +195,10 @@ class Gradient:
 
     def zero_absent(self, whole: Tensor) -> None:
         """Zero those slots of unsharded gradients ([n], this rank's alone) of which nothing is there."""
-        if self.content.count(Content.ALONE) == len(self.content):
+        if self.content.count(GradientContent.ALONE) == len(self.content):
             return
         for slot, content in zip(self.layout.slots, self.content, strict=True):
-            if content is not Content.ALONE:
+            if content is not GradientContent.ALONE:
                 whole[slot.begin : slot.end].zero_()
 
     def reopen(self) -> None:
@@ -205,7 +209,7 @@ class Gradient:
         Raises:
             StateError: the update has begun with it.
         """
-        _keep_lent(self, "another gradient of it, which the update lacks")
+        _check_not_lent(self, "another gradient of it, which the update lacks")
         if self.state is not GradientState.READY:
             return
         if self.meets_at_boundary:
@@ -222,7 +226,7 @@ class Gradient:
             self._drop_carry()
 
     def _now_summed(self) -> None:
-        alone, summed = Content.ALONE, Content.SUMMED
+        alone, summed = GradientContent.ALONE, GradientContent.SUMMED
         self.content = [summed if content is alone else content for content in self.content]
 
     def _drop_unsynced(self) -> None:
@@ -263,45 +267,47 @@ class Gradient:
 
     def adopt(self, i: int) -> None:
         """Give slot ``i`` another rank's gradient: as under DDP, if one rank has one all have."""
-        self.content[i] = Content.SUMMED
+        self.content[i] = GradientContent.SUMMED
         self._parameters[i].grad = self.markers[i]
 
     def dropped(self, present: Sequence[bool]) -> list[int]:
         """Return the slots of which something is here that the program has dropped (``p.grad = None``) or set to zeros
         since.
         """
-        if not self.zeroed and (False not in present or self.content.count(Content.NOWHERE) == len(self.content)):
+        if not self.zeroed and (
+            False not in present or self.content.count(GradientContent.NOWHERE) == len(self.content)
+        ):
             return []
-        left_out = (i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE)
+        left_out = (i for i, here in enumerate(present) if not here and self.content[i] is not GradientContent.NOWHERE)
         return sorted({*self.zeroed, *left_out})
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot ``i``."""
-        _keep_lent(self, f"that of {self.layout.slots[i].name} dropped")
-        self.content[i] = Content.NOWHERE
+        _check_not_lent(self, f"that of {self.layout.slots[i].name} dropped")
+        self.content[i] = GradientContent.NOWHERE
         self.zeroed.discard(i)
         slot = self.layout.slots[i]
         for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):
             if buffer is not None:
-                begin, end = overlap((slot.begin, slot.end), rest.range)
+                begin, end = intersect_ranges((slot.begin, slot.end), rest.range)
                 buffer[begin - rest.begin : end - rest.begin].zero_()
 
 
-def has_values(gradient: Gradient, present: Sequence[bool]) -> bool:
+def has_gradient_values(gradient: FlatGradient, present: Sequence[bool]) -> bool:
     """Tell whether any slot that is ``present`` has a gradient that is not known to be zeros."""
     return any(
-        here and content is not Content.NOWHERE and i not in gradient.zeroed
+        here and content is not GradientContent.NOWHERE and i not in gradient.zeroed
         for i, (here, content) in enumerate(zip(present, gradient.content, strict=True))
     )
 
 
-def forget_lost(gradient: Gradient) -> None:
+def drop_rounding_errors(gradient: FlatGradient) -> None:
     """Drop what rounding has lost so far: others are loaded than the parameters that it was at."""
     for residual in gradient.residuals.values():
         residual.zero_()
 
 
-def _keep_lent(gradient: Gradient, got: str) -> None:
+def _check_not_lent(gradient: FlatGradient, got: str) -> None:
     """Raise where a gradient would change that an update has begun with."""
     if gradient.kept.lent:
         raise StateError(
@@ -313,7 +319,7 @@ def _keep_lent(gradient: Gradient, got: str) -> None:
         )
 
 
-def _zero(gradient_of: weakref.ref[Gradient], i: int) -> None:
+def _mark_zeroed(gradient_of: weakref.ref[FlatGradient], i: int) -> None:
     gradient = gradient_of()
     if gradient is not None:
         gradient.zeroed.add(i)

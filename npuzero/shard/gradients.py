@@ -1,7 +1,7 @@
 """The requests of programs between backward and the step: clipping, norms, unscaling, one unsharded gradient.
 
-Everything here is collective but :meth:`Gradients.read`, and has the ranks agree first which gradients there are
-(:meth:`Boundary.finish`).
+Everything here is collective but :meth:`ModelGradients.read`, and has the ranks agree first which gradients there are
+(:meth:`StepBoundary.finish`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch._compile import _disable_dynamo
 
 from npuzero import observe
 from npuzero.comm import World
-from npuzero.comm.calls import collective, torchs
-from npuzero.config import strict_word
+from npuzero.comm.calls import collective_call, find_torch_call
+from npuzero.config import explain_strict_refusal
 from npuzero.errors import StateError
 from npuzero.shard.accord import Words
-from npuzero.shard.boundary import Boundary
-from npuzero.shard.flat import Flat
+from npuzero.shard.boundary import StepBoundary
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.guard import INSTEAD
-from npuzero.shard.pipe import Pipe
-from npuzero.shard.sums import Place, own_ranges
+from npuzero.shard.pipe import StageVote
+from npuzero.shard.sums import Place, local_gradient_ranges
 from npuzero.shard.unit import Unit
-from npuzero.shard.values import Values
+from npuzero.shard.values import FullParameters
 
 
-class Gradients:
+class ModelGradients:
     """Answer what a program asks of its model's present gradients.
 
     Attributes:
@@ -37,7 +37,13 @@ class Gradients:
     """
 
     def __init__(
-        self, units: Sequence[Unit], world: World, pipe: Pipe, boundary: Boundary, values: Values, alone: bool
+        self,
+        units: Sequence[Unit],
+        world: World,
+        pipe: StageVote,
+        boundary: StepBoundary,
+        values: FullParameters,
+        alone: bool,
     ) -> None:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
@@ -50,7 +56,7 @@ class Gradients:
         # Until a scaler has been here, or a step has been told.
         self._unscaled = observe.current_rank() == 0 and any(flat.dtype is torch.float16 for flat in self._flats)
 
-    def choose(self, call: str, words: Words, parameters: Sequence[Tensor] | None) -> Chosen:
+    def choose(self, call: str, words: Words, parameters: Sequence[Tensor] | None) -> ChosenGradients:
         """Return the present gradients that ``call`` is about, once the ranks agree on them. Collective.
 
         Args:
@@ -60,10 +66,10 @@ class Gradients:
         places = None if parameters is None else self._places_of(parameters)
         if self._pipe.many:  # which stages are asked about parts they agree on in a collective of their own
             words = {**words, "model or parameters": "model" if parameters is None else "parameters"}
-        self.boundary.accord.call(call, words, "" if places is None else _described(places))
+        self.boundary.accord.call(call, words, "" if places is None else _describe_places(places))
         some = self.boundary.finish()
         if not some or parameters is None or (places is None and not self._pipe.many):
-            return Chosen(self, some)
+            return ChosenGradients(self, some)
         return self._present(self._places.values() if places is None else places)
 
     def _places_of(self, parameters: Sequence[Tensor]) -> list[Place] | None:
@@ -73,7 +79,7 @@ class Gradients:
             return None
         return [self._places[key] for key in keys]
 
-    def _present(self, places: Collection[Place]) -> Chosen:
+    def _present(self, places: Collection[Place]) -> ChosenGradients:
         """Return those of ``places`` that have a gradient, on any rank. Collective over the stages of a pipeline."""
         used = {flat: self.boundary.used(flat) for flat in self._flats}
         if self._pipe.many:  # a parameter that both ends have is one, whichever of them is given it
@@ -85,8 +91,8 @@ class Gradients:
         present = [(flat, i) for flat, i in places if used[flat][i]]
         every = len(present) == len(set(present)) == sum(map(sum, used.values()))
         if self._pipe.any(not every)[0]:
-            return Chosen(self, some=True, places=present)
-        return Chosen(self, some=True)
+            return ChosenGradients(self, some=True, places=present)
+        return ChosenGradients(self, some=True)
 
     def own_shards(self) -> list[Tensor]:
         """Return this rank's shard of each flat's gradient."""
@@ -97,7 +103,7 @@ class Gradients:
         return [u.name for u in self._units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
 
     @_disable_dynamo
-    @collective("grad_norms")
+    @collective_call("grad_norms")
     def norms(self, p: float, parameters: Sequence[Tensor] | None) -> dict[str, float]:
         """Return by name the p-norm of each unsharded gradient that any rank of any stage has, of ``parameters``."""
         boundary = self.boundary
@@ -110,15 +116,15 @@ class Gradients:
         norms = (boundary.sums.norms([here.get(name) for name in names], p) * boundary.gradient_scale[0]).float()
         return dict(zip(names, norms.tolist(), strict=True))
 
-    @collective("full_gradient")
-    def full(self, flat: Flat, i: int) -> Tensor | None:
+    @collective_call("full_gradient")
+    def full(self, flat: FlatParameter, i: int) -> Tensor | None:
         """Return the unsharded gradient of a slot, float32; None where no rank has any."""
         if not self.boundary.finish() or not self.boundary.used(flat)[i]:
             return None
         whole = self._values.whole_slot(flat, i, self._values.gather_states(flat, flat.own_gradient))
         return whole * self.boundary.gradient_scale[0]
 
-    def read(self, flat: Flat, i: int) -> Tensor:
+    def read(self, flat: FlatParameter, i: int) -> Tensor:
         """Return a float32 copy for a program that reads ``p.grad`` where this rank has all of it. Not collective.
 
         Raises:
@@ -131,19 +137,19 @@ class Gradients:
         if i in flat.gradient.zeroed:
             return torch.zeros(slot.shape, device=self._world.device)
         if flat.rests.states.guarded or not self.boundary.summed:
-            call, line = torchs()
+            call, line = find_torch_call()
             cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"
             raise StateError(
                 f"reading the gradient of {slot.name}" + (call and f" by {call}") + (line and f", called at {line}"),
                 expected="a gradient that this rank has unsharded, after the ranks have summed it",
                 got=cut if flat.rests.states.guarded else "one that is not summed yet",
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
-                f"to train use {INSTEAD}.{strict_word(self._world.size)}",
+                f"to train use {INSTEAD}.{explain_strict_refusal(self._world.size)}",
             )
         gradient = flat.own_gradient[flat.own_slots[i]].view(slot.shape).to(self._world.device)
         return gradient * self.boundary.gradient_scale[0]
 
-    @collective("LossScaler.unscale_")
+    @collective_call("LossScaler.unscale_")
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
         """Multiply the gradients of some parameters by ``inverse`` (float32, one element).
 
@@ -173,7 +179,7 @@ class Gradients:
             return (boundary.sums.total()[1] != 0).float()
         if not used:
             return None
-        part = Chosen(self, some=True, places=chosen)
+        part = ChosenGradients(self, some=True, places=chosen)
         bad = part.nonfinite()
         part.scale(inverse)
         return bad.float()
@@ -192,7 +198,7 @@ class Gradients:
             )
 
 
-class Chosen:
+class ChosenGradients:
     """Hold the gradients of one model that a call is about. What is asked of them is collective.
 
     The update has one scale for all gradients of a model, which costs no pass over them. So a part is multiplied where
@@ -204,7 +210,7 @@ class Chosen:
         device: where what is said of them is.
     """
 
-    def __init__(self, gradients: Gradients, some: bool, places: list[Place] | None = None) -> None:
+    def __init__(self, gradients: ModelGradients, some: bool, places: list[Place] | None = None) -> None:
         self.some = some
         self.places = places
         self.device = gradients.boundary.gradient_scale.device
@@ -226,21 +232,21 @@ class Chosen:
             self._boundary.scale_gradients(by)
             return
         with self._boundary.changing():
-            for own in own_ranges(self.places):
+            for own in local_gradient_ranges(self.places):
                 own.mul_(by.to(own.device))
         self._boundary.sums.forget()
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
         self._boundary.apply_scale()
-        shards = self._gradients.own_shards() if self.places is None else own_ranges(self.places)
+        shards = self._gradients.own_shards() if self.places is None else local_gradient_ranges(self.places)
         with self._boundary.changing():
             for own in shards:
                 own.clamp_(-limit, limit)
         self._boundary.sums.forget()
 
 
-def _described(places: Sequence[Place]) -> str:
+def _describe_places(places: Sequence[Place]) -> str:
     """Return words for some parameters that are the same on ranks that are given the same ones, in one order."""
     names = [flat.layout.slots[i].name for flat, i in places]
     if not names:

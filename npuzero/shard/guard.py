@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from npuzero.comm.calls import torchs
+from npuzero.comm.calls import find_torch_call
 from npuzero.errors import StateError
 
 _GETTERS = [
@@ -76,7 +76,7 @@ _METHODS = [
 ]
 
 
-def _metadata() -> frozenset[Any]:
+def _metadata_functions() -> frozenset[Any]:
     """Return the operations that need no data, as ``__torch_function__`` is handed them."""
     attributes = vars(torch._C.TensorBase) | vars(Tensor)
     grad, requires_grad = attributes["grad"], attributes["requires_grad"]
@@ -88,7 +88,7 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found)
 
 
-_METADATA = _metadata()
+_METADATA = _metadata_functions()
 _DATA = vars(torch._C.TensorBase)["data"]
 _REPR = (Tensor.__repr__, Tensor.__format__)
 # What reads data without an operation that ``__torch_dispatch__`` would see.
@@ -110,7 +110,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def owned(tensor: Tensor) -> bool:
+def is_engine_parameter(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a parameter of an engine."""
     return "_npuzero_engine" in tensor.__dict__
 
@@ -141,9 +141,9 @@ class ShardedParameter(nn.Parameter):
         if func is Tensor.detach and "_npuzero_given" in args[0].__dict__:
             return args[0].__dict__["_npuzero_given"]
         if func not in _METADATA:
-            if _puts_itself(func, args):
+            if _assigns_own_data(func, args):
                 return None
-            for tensor in _guarded((*args, *kwargs.values())):
+            for tensor in _find_guarded((*args, *kwargs.values())):
                 tensor._npuzero_open()
         if func == _DATA.__get__:  # it is open now, and maybe watched, of which torch's own getter does not know
             return args[0].data
@@ -151,18 +151,18 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def _puts_itself(func: Any, args: tuple[Any, ...]) -> bool:
+def _assigns_own_data(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether this is ``t.data = t``, as ``Module._apply`` has it where nothing changes."""
     return bool(func == _DATA.__set__ and args[0] is args[1])
 
 
-def _guarded(values: Any) -> list[ShardedParameter]:
+def _find_guarded(values: Any) -> list[ShardedParameter]:
     found = []
     for value in values:
         if isinstance(value, ShardedParameter):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(_guarded(value))
+            found.extend(_find_guarded(value))
     return found
 
 
@@ -198,26 +198,26 @@ class WatchedParameter(nn.Parameter):
         return copied
 
 
-def close(parameter: nn.Parameter) -> None:
+def guard_parameter(parameter: nn.Parameter) -> None:
     """Guard ``parameter``, which may be of a class of the user's own."""
     if not issubclass(type(parameter), ShardedParameter):
-        parameter.__class__ = _made(ShardedParameter, _class_of(parameter))
+        parameter.__class__ = _make_role_class(ShardedParameter, _unguarded_class(parameter))
 
 
-def reopen(parameter: nn.Parameter) -> None:
+def watch_parameter(parameter: nn.Parameter) -> None:
     """Let ``parameter`` be read, and watch writes into it."""
     kind = type(parameter)
     if not issubclass(kind, WatchedParameter):
-        parameter.__class__ = _made(WatchedParameter, _class_of(parameter))
+        parameter.__class__ = _make_role_class(WatchedParameter, _unguarded_class(parameter))
 
 
-def _class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+def _unguarded_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """Return the class of a parameter while it is neither guarded nor watched."""
     return getattr(type(parameter), "_npuzero_class", type(parameter))
 
 
 @functools.cache
-def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _make_role_class(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class of parameters of the class ``kind`` in a role: guarded, or watched."""
     if kind is nn.Parameter:
         return role
@@ -260,7 +260,7 @@ class GradientMarker(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _puts_itself(func, args):
+        if _assigns_own_data(func, args):
             return None
         # Dynamo, where it compiles something, asks gradients how large their storage is, and reads none.
         described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
@@ -298,7 +298,7 @@ class GradientMarker(Tensor):
         return added
 
     def _unreadable(self, operation: str, instead: str = INSTEAD) -> StateError:
-        call, line = torchs()
+        call, line = find_torch_call()
         why = "the engine keeps this gradient in a buffer of its own, and would not see what is written into p.grad"
         if self.sharded_by:
             why = f"plan {self.sharded_by!r} leaves each rank a shard of this gradient, and no rank has it unsharded"

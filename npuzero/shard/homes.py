@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from npuzero import device as devices
-from npuzero.device import Handle, HostLane, Lane, make_lane
+from npuzero.device import AsyncHandle, HostLane, WorkLane, make_lane
 from npuzero.errors import NpuZeroError
-from npuzero.memory import FileStore, Mover, PagePool, Run, Space, Spaces
-from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Memory, whole_pages
+from npuzero.memory import FileStore, HostCopier, MemorySpace, MemorySpaces, PagePool, PageRun
+from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Memory, round_up_pages
 
 #: What reports count this memory under.
 LABEL = "activations"
@@ -28,24 +28,24 @@ _SEGMENT_BYTES = 2**20
 _FILE_BYTES = 64 * 2**20
 
 
-class Home(Protocol):
+class ActivationStorage(Protocol):
     """Keep bytes elsewhere. What is asked of it happens in the order of the calls, beside the caller."""
 
-    def store(self, source: Tensor) -> tuple[list[Run], Handle]:
+    def store(self, source: Tensor) -> tuple[list[PageRun], AsyncHandle]:
         """Take a copy of ``source``, uint8[n] on the device, which must not change until the handle was waited for.
 
         Raises:
             OutOfSpace: there is no room for it.
         """
 
-    def fetch(self, runs: list[Run], target: Tensor) -> Handle:
+    def fetch(self, runs: list[PageRun], target: Tensor) -> AsyncHandle:
         """Write what was stored into ``target``, uint8[n] on the device."""
 
-    def give(self, runs: list[Run]) -> None:
+    def give(self, runs: list[PageRun]) -> None:
         """Take the room back, from any thread; what was asked for before may still be under way."""
 
 
-class SpaceHome:
+class MemoryActivationStorage:
     """Keep bytes in a memory space, copied on a lane beside the computation.
 
     Args:
@@ -55,7 +55,9 @@ class SpaceHome:
         links: the names of the way there and the way back; none where bytes stay on the device.
     """
 
-    def __init__(self, space: Space, device: torch.device, moved: Counter[str], links: Sequence[str] = ()) -> None:
+    def __init__(
+        self, space: MemorySpace, device: torch.device, moved: Counter[str], links: Sequence[str] = ()
+    ) -> None:
         self._moved = moved
         self._links = links
         segments = self._segments = list[Tensor]()
@@ -66,9 +68,9 @@ class SpaceHome:
 
         self._pages = PagePool(extend)
         self._lane = make_lane(device, LABEL)
-        weakref.finalize(self, _end, self._lane)
+        weakref.finalize(self, _close_storage, self._lane)
 
-    def store(self, source: Tensor) -> tuple[list[Run], Handle]:
+    def store(self, source: Tensor) -> tuple[list[PageRun], AsyncHandle]:
         runs = self._pages.take(source.numel())
         pairs = self._pairs(runs, source)
 
@@ -79,7 +81,7 @@ class SpaceHome:
         self._count(0, source)
         return runs, self._lane.run(copy)
 
-    def fetch(self, runs: list[Run], target: Tensor) -> Handle:
+    def fetch(self, runs: list[PageRun], target: Tensor) -> AsyncHandle:
         pairs = self._pairs(runs, target)
 
         def copy() -> None:
@@ -91,11 +93,11 @@ class SpaceHome:
         self._count(1, target)
         return self._lane.run(copy)
 
-    def give(self, runs: list[Run]) -> None:
+    def give(self, runs: list[PageRun]) -> None:
         self._pages.give(runs)  # the lane keeps the order: who takes them next writes after what is under way
 
-    def _pairs(self, runs: list[Run], flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = _parts(runs, flat, flat.numel())
+    def _pairs(self, runs: list[PageRun], flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        parts = _iter_page_parts(runs, flat, flat.numel())
         return [(self._segments[part.segment][part.begin :][: part.here.numel()], part.here) for part in parts]
 
     def _count(self, way: int, flat: Tensor) -> None:
@@ -103,7 +105,7 @@ class SpaceHome:
             self._moved[self._links[way]] += flat.numel()
 
 
-class FileHome:
+class FileActivationStorage:
     """Keep bytes in files, by way of buffers on the host, on a thread beside the computation.
 
     Args:
@@ -121,33 +123,33 @@ class FileHome:
         moved: Counter[str],
     ) -> None:
         self._device = devices.get(device)
-        self._mover = Mover(device)
+        self._mover = HostCopier(device)
         self._buffers = buffers
         self._moved = moved
         stores = self._stores = list[FileStore]()
 
         def extend(lacking: int) -> int:
             # A store has files and threads of its own. Each is as large as all before it, so there are few.
-            nbytes = max(whole_pages(lacking), _FILE_BYTES, sum(store.nbytes for store in stores))
+            nbytes = max(round_up_pages(lacking), _FILE_BYTES, sum(store.nbytes for store in stores))
             stores.append(open_store(nbytes))
             return nbytes
 
         self._pages = PagePool(extend)
         self._lane = HostLane(LABEL)
-        weakref.finalize(self, _end, self._lane, stores)
+        weakref.finalize(self, _close_storage, self._lane, stores)
 
-    def store(self, source: Tensor) -> tuple[list[Run], Handle]:
+    def store(self, source: Tensor) -> tuple[list[PageRun], AsyncHandle]:
         runs = self._pages.take(source.numel())
 
-        def begin(part: _Part, buffer: Tensor) -> Callable[[], object]:
+        def begin(part: _PagePart, buffer: Tensor) -> Callable[[], object]:
             self._mover.to_host(buffer[: part.here.numel()], part.here).wait()
-            return self._stores[part.segment].write(part.begin, buffer[: whole_pages(part.here.numel())]).wait
+            return self._stores[part.segment].write(part.begin, buffer[: round_up_pages(part.here.numel())]).wait
 
         return runs, self._run(runs, source, begin, (TO_HOST, TO_DISK))
 
-    def fetch(self, runs: list[Run], target: Tensor) -> Handle:
-        def begin(part: _Part, buffer: Tensor) -> Callable[[], object]:
-            reading = self._stores[part.segment].read(part.begin, buffer[: whole_pages(part.here.numel())])
+    def fetch(self, runs: list[PageRun], target: Tensor) -> AsyncHandle:
+        def begin(part: _PagePart, buffer: Tensor) -> Callable[[], object]:
+            reading = self._stores[part.segment].read(part.begin, buffer[: round_up_pages(part.here.numel())])
 
             def end() -> None:
                 reading.wait()
@@ -157,16 +159,16 @@ class FileHome:
 
         return self._run(runs, target, begin, (FROM_DISK, TO_DEVICE))
 
-    def give(self, runs: list[Run]) -> None:
+    def give(self, runs: list[PageRun]) -> None:
         self._pages.give(runs)  # the lane keeps the order, and each of its steps waits for what it has begun
 
     def _run(
         self,
-        runs: list[Run],
+        runs: list[PageRun],
         flat: Tensor,
-        begin: Callable[[_Part, Tensor], Callable[[], object]],
+        begin: Callable[[_PagePart, Tensor], Callable[[], object]],
         links: Sequence[str],
-    ) -> Handle:
+    ) -> AsyncHandle:
         """Queue the way of all parts of ``flat``: what ``begin`` returns ends it, before the buffer is used again."""
         for link in links:
             self._moved[link] += flat.numel()
@@ -177,7 +179,7 @@ class FileHome:
             reached.synchronize()
             ends: deque[Callable[[], object]] = deque()
             try:
-                for turn, part in enumerate(_parts(runs, flat, PIECE_BYTES)):
+                for turn, part in enumerate(_iter_page_parts(runs, flat, PIECE_BYTES)):
                     if turn >= len(self._buffers):
                         ends.popleft()()
                     ends.append(begin(part, self._buffers[turn % len(self._buffers)]))
@@ -191,17 +193,17 @@ class FileHome:
         return self._lane.run(step)
 
 
-def home_on_device(spaces: Spaces, device: torch.device) -> Home:
+def device_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
     """Return a home on the device itself, for parts of what ranks hold alike."""
-    return SpaceHome(spaces[Memory.DEVICE], device, spaces.mover.moved)
+    return MemoryActivationStorage(spaces[Memory.DEVICE], device, spaces.mover.moved)
 
 
-def home_on_host(spaces: Spaces, device: torch.device) -> Home:
+def host_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
     """Return a home in the host's memory."""
-    return SpaceHome(spaces.host, device, spaces.mover.moved, (TO_HOST, TO_DEVICE))
+    return MemoryActivationStorage(spaces.host, device, spaces.mover.moved, (TO_HOST, TO_DEVICE))
 
 
-def home_on_disk(spaces: Spaces, device: torch.device) -> Home:
+def disk_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
     """Return a home in files."""
     host, disk = spaces.host, spaces.disk
 
@@ -211,10 +213,10 @@ def home_on_disk(spaces: Spaces, device: torch.device) -> Home:
         return store
 
     buffers = [host.allocate(PIECE_BYTES, torch.uint8, LABEL, host.pages) for _ in range(_BUFFERS)]
-    return FileHome(open_store, buffers, device, spaces.mover.moved)
+    return FileActivationStorage(open_store, buffers, device, spaces.mover.moved)
 
 
-class _Part(NamedTuple):
+class _PagePart(NamedTuple):
     """Name a part of a flat tensor, and where it rests."""
 
     segment: int
@@ -222,17 +224,17 @@ class _Part(NamedTuple):
     here: Tensor
 
 
-def _parts(runs: list[Run], flat: Tensor, most: int) -> Iterator[_Part]:
+def _iter_page_parts(runs: list[PageRun], flat: Tensor, most: int) -> Iterator[_PagePart]:
     """Yield the parts of ``flat``, of ``most`` bytes each at most; the last page of its runs may be used in part."""
     at = 0
     for run in runs:
         for begin in range(run.begin, run.end, most):
             here = flat[at : at + min(most, run.end - begin)]
-            yield _Part(run.segment, begin, here)
+            yield _PagePart(run.segment, begin, here)
             at += here.numel()
 
 
-def _end(lane: Lane, stores: Sequence[FileStore] = ()) -> None:
+def _close_storage(lane: WorkLane, stores: Sequence[FileStore] = ()) -> None:
     """Let the lane's thread end with the model, and give its files back once nothing is under way."""
 
     def close() -> None:

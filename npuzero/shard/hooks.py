@@ -24,50 +24,50 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from npuzero.comm.board import Board
-from npuzero.config import strict_word
+from npuzero.comm.board import HangDetector
+from npuzero.config import explain_strict_refusal
 from npuzero.errors import StateError
-from npuzero.shard.entrance import After, Before, Entrance, Visit
-from npuzero.shard.finite import Watch
-from npuzero.shard.flat import Flat
+from npuzero.shard.entrance import After, Before, ForwardHook, ForwardWrapper
+from npuzero.shard.finite import NanOriginWatcher
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.guard import GradientMarker, in_backward
-from npuzero.shard.nested import tensors_of
-from npuzero.shard.overlay import lay_over
+from npuzero.shard.nested import find_nested_tensors
+from npuzero.shard.overlay import overlay_attributes
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 
 
-class Events(Protocol):
+class HookListener(Protocol):
     """Receive what the hooks tell; the engine listens."""
 
-    board: Board
+    board: HangDetector
 
     def forward_begins(self, unit: Unit, inputs: Any) -> None: ...
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
     def forward_fails(self, unit: Unit) -> None: ...
     def backward_reaches(self, unit: Unit) -> None: ...
     def backward_leaves(self, unit: Unit) -> None: ...
-    def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None: ...
+    def gradient_arrives(self, unit: Unit, flat: FlatParameter, i: int, gradient: Tensor) -> None: ...
     def backward_ends(self) -> None: ...
 
 
-class Hooks:
+class AutogradHooks:
     """Set all hooks of one model."""
 
     def __init__(
         self,
-        events: Events,
+        events: HookListener,
         units: list[Unit],
         doors: list[nn.Module],
         input_dtype: torch.dtype | None,
-        around: Visit | None = None,
+        around: ForwardHook | None = None,
     ) -> None:
         self._events = events
         self._around = around
         self._input_dtype = input_dtype
         self._end_queued = False
         self._units = units
-        self._finite: Watch | None = None
+        self._finite: NanOriginWatcher | None = None
         self._finite_handles: list[RemovableHandle] = []
         for unit in units:
             self._watch(unit)
@@ -77,7 +77,7 @@ class Hooks:
                 for i, parameter in enumerate(flat.parameters):
                     parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
 
-    def watch_finite(self, watch: Watch | None) -> None:
+    def watch_finite(self, watch: NanOriginWatcher | None) -> None:
         """Have ``watch`` see the units' outputs and the order of the gradients; None: nobody any more."""
         self._finite = watch
         for handle in self._finite_handles:
@@ -88,13 +88,15 @@ class Hooks:
         for unit in self._units:
             for flat in unit.trainable:
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    self._finite_handles.append(parameter.register_hook(_arrival(weakref.ref(watch), slot.name)))
+                    self._finite_handles.append(
+                        parameter.register_hook(_make_arrival_hook(weakref.ref(watch), slot.name))
+                    )
 
     def backward_begins(self) -> None:
         """Have ``backward_ends`` called when autograd's present pass is over."""
         if not self._end_queued:
             self._end_queued = True
-            Variable._execution_engine.queue_callback(_PassEnd(self._finish_backward, self._events.board))
+            Variable._execution_engine.queue_callback(_BackwardEnd(self._finish_backward, self._events.board))
 
     def forget_backward(self) -> None:
         """Start anew: a pass that raised never reaches its end."""
@@ -108,11 +110,11 @@ class Hooks:
         module = unit.module()
         assert module is not None
         visit = self._visit(unit, unit.index == 0)
-        Entrance.of(module).add(_outermost(visit) if unit.index == 0 else visit)
+        ForwardWrapper.of(module).add(_outermost_call(visit) if unit.index == 0 else visit)
 
-    def _visit(self, unit: Unit, is_root: bool) -> Visit:
+    def _visit(self, unit: Unit, is_root: bool) -> ForwardHook:
         events = self._events
-        return Visit(
+        return ForwardHook(
             self._before_forward(unit, is_root), self._after_forward(unit, is_root), lambda: events.forward_fails(unit)
         )
 
@@ -124,7 +126,7 @@ class Hooks:
         assert model is not None
         if self._around is not None:
             for module in (model, *doors):
-                Entrance.of(module).add(self._around)
+                ForwardWrapper.of(module).add(self._around)
 
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
         """Unshard ``unit`` while ``door``, a module inside of it, is called from outside."""
@@ -144,7 +146,7 @@ class Hooks:
             if entered:
                 visit.failed()
 
-        Entrance.of(door).add(Visit(enter, leave, fail))
+        ForwardWrapper.of(door).add(ForwardHook(enter, leave, fail))
 
     def watch_method(self, units: list[Unit], module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
         """Unshard ``units`` while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
@@ -176,7 +178,7 @@ class Hooks:
                 raise
             return output
 
-        lay_over(module, **{name: call})
+        overlay_attributes(module, **{name: call})
 
     def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,13 +188,13 @@ class Hooks:
             if unit.guarded and unit.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs(unit, (args, kwargs))
             if is_root and self._input_dtype is not None:
-                return _cast((args, kwargs), self._input_dtype)
+                return _cast_arguments((args, kwargs), self._input_dtype)
             return None
 
         return hook
 
     def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
-        for tensor in tensors_of(inputs)[0]:
+        for tensor in find_nested_tensors(inputs)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: self._events.backward_leaves(unit))
                 return
@@ -213,7 +215,7 @@ class Hooks:
         """Return whether backward is expected to reach ``output``, and whether it may hide tensors."""
         expected = opaque = False
         if torch.is_grad_enabled() and (unit.guarded or is_root or self._finite):
-            tensors, opaque = tensors_of(output)
+            tensors, opaque = find_nested_tensors(output)
             if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
                 self._finite.outputs(unit, tensors)
             reached = self._reached(unit)
@@ -235,7 +237,7 @@ class Hooks:
 
         return hook
 
-    def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
+    def _after_adding(self, unit_of: weakref.ref[Unit], flat: FlatParameter, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
         hooks_of, flat_of, last = weakref.ref(self), weakref.ref(flat), len(flat.parameters) - 1
         arrived, marker = flat.gradient.contribution.arrived, flat.gradient.markers[i]
@@ -261,13 +263,13 @@ class Hooks:
         return hook
 
 
-class _PassEnd:
+class _BackwardEnd:
     """Call ``finish`` as autograd's pass ends. Where the pass raises, autograd drops this instead: the board is told.
 
     Which exception it was autograd does not tell.
     """
 
-    def __init__(self, finish: Callable[[], None], board: Board) -> None:
+    def __init__(self, finish: Callable[[], None], board: HangDetector) -> None:
         self._finish = finish
         self._board = board
         self._done = False
@@ -281,7 +283,7 @@ class _PassEnd:
             self._board.record_exit("backward", None)
 
 
-def _outermost(visit: Visit) -> Visit:
+def _outermost_call(visit: ForwardHook) -> ForwardHook:
     """Return the visit of a model that may call itself within its call, as a framework's training step does: of that
     the outermost call counts.
     """
@@ -304,10 +306,10 @@ def _outermost(visit: Visit) -> Visit:
         if depth == 0:
             visit.failed()
 
-    return Visit(enter, leave, fail)
+    return ForwardHook(enter, leave, fail)
 
 
-def second_derivatives(unit: Unit) -> StateError:
+def second_derivative_error(unit: Unit) -> StateError:
     """Return the error for a backward to be differentiated (create_graph, torch.func) through a sharded unit."""
     by_func = torch._C._functorch.peek_interpreter_stack() is not None
     return StateError(
@@ -323,11 +325,11 @@ def second_derivatives(unit: Unit) -> StateError:
             if by_func
             else " for second derivatives."
         )
-        + strict_word(unit.ranks, unit.strict),
+        + explain_strict_refusal(unit.ranks, unit.strict),
     )
 
 
-def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None]:
+def _make_arrival_hook(watch_of: weakref.ref[NanOriginWatcher], name: str) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         watch = watch_of()
         if watch is not None:
@@ -336,12 +338,12 @@ def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None
     return hook
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_arguments(value: Any, dtype: torch.dtype) -> Any:
     """Convert floating tensors among (nested) arguments to the parameter dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):
-        return type(value)(_cast(child, dtype) for child in value)
+        return type(value)(_cast_arguments(child, dtype) for child in value)
     if type(value) is dict:
-        return {key: _cast(child, dtype) for key, child in value.items()}
+        return {key: _cast_arguments(child, dtype) for key, child in value.items()}
     return value

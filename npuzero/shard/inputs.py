@@ -28,8 +28,8 @@ from npuzero import device
 from npuzero.comm import Mesh
 from npuzero.errors import ConfigError
 from npuzero.plan import DATA, DIGEST_BITS, SEQUENCE, Axes
-from npuzero.shard.nested import tensors_of
-from npuzero.shard.writes import digest
+from npuzero.shard.nested import find_nested_tensors
+from npuzero.shard.writes import digest_integers
 
 #: Elements of a tensor that a digest reads at most.
 MOST_ELEMENTS = 2**16
@@ -200,17 +200,17 @@ class _Pending(NamedTuple):
 
 def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
     """Begin the digest of all tensors in ``inputs``."""
-    tensors = tensors_of(inputs)[0]
+    tensors = find_nested_tensors(inputs)[0]
     shapes = zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())
     here: list[Tensor] = []
     there: list[Tensor] = []
     elements = False
     for tensor in tensors:
-        if _readable(tensor):
+        if _is_readable(tensor):
             elements = elements or tensor.numel() > 0
-            (here if tensor.device.type == "cpu" else there).append(_digest(tensor, step))
+            (here if tensor.device.type == "cpu" else there).append(_sample_digest(tensor, step))
     if not there:
-        return _Pending(lambda: _joined(shapes, here), elements)
+        return _Pending(lambda: _combine_digests(shapes, here), elements)
     host = torch.empty(len(there), 2, dtype=torch.int64, pin_memory=True)
     host.copy_(torch.stack(there), non_blocking=True)
     event = device.get(where).make_event()
@@ -218,17 +218,17 @@ def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
 
     def read() -> int:
         event.synchronize()
-        return _joined(shapes, [*here, host])
+        return _combine_digests(shapes, [*here, host])
 
     return _Pending(read, elements)
 
 
-def _joined(shapes: int, digests: Sequence[Tensor]) -> int:
+def _combine_digests(shapes: int, digests: Sequence[Tensor]) -> int:
     """Return one number of all digests; never 0, which stands for none."""
     return zlib.crc32(repr([shapes, *(each.tolist() for each in digests)]).encode()) or 1
 
 
-def _readable(tensor: Tensor) -> bool:
+def _is_readable(tensor: Tensor) -> bool:
     """Return whether elements of ``tensor`` can be read as they lie."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
     functional = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -236,7 +236,7 @@ def _readable(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor, step: int) -> Tensor:
+def _sample_digest(tensor: Tensor, step: int) -> Tensor:
     """Return [2] int64 over at most :data:`MOST_ELEMENTS` elements, where they lie."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() <= MOST_ELEMENTS:
@@ -246,4 +246,4 @@ def _digest(tensor: Tensor, step: int) -> Tensor:
             places = torch.arange(step % stride, tensor.numel(), stride, device=tensor.device)
             sample = torch.take(tensor.detach(), places)
         sample = sample.contiguous()
-        return digest(sample.view(_INTEGERS.get(sample.element_size(), torch.int64)))
+        return digest_integers(sample.view(_INTEGERS.get(sample.element_size(), torch.int64)))

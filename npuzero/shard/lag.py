@@ -18,17 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from npuzero.errors import ConfigError, StateError
-from npuzero.memory import Spaces
-from npuzero.shard.bank import Bank, HostBank
-from npuzero.shard.flat import AHEAD, Flat
-from npuzero.shard.layout import overlap
-from npuzero.shard.stream import Stream
+from npuzero.memory import MemorySpaces
+from npuzero.shard.bank import HostStateStore, StateStore
+from npuzero.shard.flat import AHEAD, FlatParameter
+from npuzero.shard.layout import intersect_ranges
+from npuzero.shard.stream import OffloadedUpdate
 
 #: Of a slot's optimizer state, in checkpoints: own parameters, which are those before the pending update.
 LAGGING = "lagging"
 
 
-class Lag:
+class DelayedUpdate:
     """Hold what is ahead of the parameters of one model.
 
     Args:
@@ -40,16 +40,16 @@ class Lag:
         banks: of what is here; updates write there.
     """
 
-    def __init__(self, flats: Sequence[Flat], stream: Stream, spaces: Spaces) -> None:
-        self._ahead: dict[Flat, Tensor] = {}
+    def __init__(self, flats: Sequence[FlatParameter], stream: OffloadedUpdate, spaces: MemorySpaces) -> None:
+        self._ahead: dict[FlatParameter, Tensor] = {}
         self._stream = stream
         self._mover = spaces.mover
         self.pending = False
         self._by: weakref.ref[object] | None = None  # the optimizer whose update is pending
-        self._behind: dict[Flat, list[slice]] = {}
-        self.banks: list[Bank] = []
+        self._behind: dict[FlatParameter, list[slice]] = {}
+        self.banks: list[StateStore] = []
         if flats:
-            bank = HostBank(stream.chunks, {flat: {AHEAD: flat.dtype} for flat in flats}, stream.quiet, spaces)
+            bank = HostStateStore(stream.chunks, {flat: {AHEAD: flat.dtype} for flat in flats}, stream.quiet, spaces)
             self.banks.append(bank)
             for flat in flats:
                 flat.ahead = self._ahead[flat] = bank.whole(flat, AHEAD)
@@ -110,14 +110,14 @@ class Lag:
             arrived.wait()
         self.pending = False
 
-    def take(self, flat: Flat, own: slice, values: Tensor) -> None:
+    def take(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
         """Let a range of the masters be ``values``; own parameters, which are behind these, stay."""
         behind = flat.own_parameters[own].clone()
         flat.write_master(own, values)
         flat.own_parameters[own].copy_(behind)
         self.pending, self._by = True, None
 
-    def expect(self, flat: Flat, states: Sequence[Mapping[str, object]]) -> bool:
+    def expect(self, flat: FlatParameter, states: Sequence[Mapping[str, object]]) -> bool:
         """Prepare for own parameters of those slots that :data:`LAGGING` is among the states of; tell if there are any.
 
         Without lag there are none: parameters are what their masters are.
@@ -125,10 +125,10 @@ class Lag:
         self._behind[flat] = [flat.own_slots[i] for i, state in enumerate(states) if self and LAGGING in state]
         return bool(self._behind[flat])
 
-    def take_behind(self, flat: Flat, own: slice, values: Tensor) -> None:
+    def take_behind(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
         """Let what is expected of a range of own parameters be ``values``, behind the masters, which stay."""
         for slot in self._behind[flat]:
-            begin, end = overlap((own.start, own.stop), (slot.start, slot.stop))
+            begin, end = intersect_ranges((own.start, own.stop), (slot.start, slot.stop))
             if begin < end:
                 flat.own_parameters[begin:end].copy_(values[begin - own.start : end - own.start])
         self.pending, self._by = True, None
@@ -153,7 +153,7 @@ class Lag:
             )
         self.forget()
 
-    def check_write(self, flat: Flat) -> None:
+    def check_write(self, flat: FlatParameter) -> None:
         """Check that a program may write parameters of ``flat``.
 
         Raises:
@@ -168,7 +168,7 @@ class Lag:
             )
 
 
-def warn_of_lag(saved: Iterable[Mapping[str, object]], lag: Lag) -> None:
+def warn_of_delay(saved: Iterable[Mapping[str, object]], lag: DelayedUpdate) -> None:
     """Warn where a delayed plan saved these states, one a parameter, and the plan at hand delays nothing."""
     if not lag and any(LAGGING in state or AHEAD in state for state in saved):
         warnings.warn(

@@ -12,7 +12,7 @@ from npuzero.plan import SHARD_BYTES, START_ELEMENTS
 
 
 @dataclass(frozen=True)
-class Slot:
+class FlatSlot:
     """Describe one parameter's range ``[begin, end)`` of a flat buffer, in elements."""
 
     name: str
@@ -29,7 +29,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Hold the slots of a flat in order, the gaps between them, and the padded length.
 
     ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the narrowest itemsize that travels), so that
@@ -37,7 +37,7 @@ class Layout:
     wires are thin, so that what shares a scale does not depend on the axes either.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[FlatSlot, ...]
     numel: int
     dtype: torch.dtype
     gaps: tuple[tuple[int, int], ...]
@@ -50,7 +50,7 @@ class Layout:
         wire: torch.dtype | None = None,
         start: int = START_ELEMENTS,
         shard: int = 1,
-    ) -> Layout:
+    ) -> FlatLayout:
         """Lay out parameters (name, shape) of one dtype for a world of ``ranks``.
 
         Args:
@@ -58,14 +58,14 @@ class Layout:
             start: each begins on a multiple of this many elements.
             shard: every shard, of however many up to ``ranks``, has a multiple of this many elements; a power of 2.
         """
-        slots: list[Slot] = []
+        slots: list[FlatSlot] = []
         end = 0
         for name, shape in parameters:
-            slots.append(Slot(name, shape, _round_up(end, start)))
+            slots.append(FlatSlot(name, shape, _round_up(end, start)))
             end = slots[-1].end
         itemsize = min(dtype.itemsize, (wire or dtype).itemsize)
         numel = _round_up(end, ranks * max(SHARD_BYTES // itemsize, shard))
-        return Layout(tuple(slots), numel, dtype, _gaps(slots, numel))
+        return FlatLayout(tuple(slots), numel, dtype, _find_gaps(slots, numel))
 
     def shard(self, index: int, count: int) -> tuple[int, int]:
         """Return the range of shard ``index`` of ``count``."""
@@ -73,7 +73,7 @@ class Layout:
         return index * length, (index + 1) * length
 
 
-def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+def intersect_ranges(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """Return the common part of two ranges; empty (begin == end) where they do not meet."""
     begin = max(a[0], b[0])
     return begin, max(begin, min(a[1], b[1]))
@@ -83,7 +83,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _gaps(slots: Sequence[Slot], numel: int) -> tuple[tuple[int, int], ...]:
+def _find_gaps(slots: Sequence[FlatSlot], numel: int) -> tuple[tuple[int, int], ...]:
     ends = [0, *(slot.end for slot in slots)]
     begins = [*(slot.begin for slot in slots), numel]
     return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)

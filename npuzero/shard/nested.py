@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
+def find_nested_tensors(value: Any) -> tuple[list[Tensor], bool]:
     """Return all tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
     if isinstance(value, Tensor):
         return [value], False
@@ -30,7 +30,7 @@ def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
     found: list[Tensor] = []
     opaque = False
     for child in children:
-        tensors, hidden = tensors_of(child)
+        tensors, hidden = find_nested_tensors(child)
         found += tensors
         opaque = opaque or hidden
     return found, opaque

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from npuzero.comm import Mesh
 from npuzero.errors import CheckpointError, ConfigError
-from npuzero.memory import zeros
+from npuzero.memory import allocate_zeros
 from npuzero.plan import STAGE
-from npuzero.shard.discover import UnitSpec, around
+from npuzero.shard.discover import UnitSpec, enclosing_paths
 
 #: Fills the parameters and buffers of a module, as a function for ``nn.Module.apply`` would: it is called with each
 #: module around a tensor that needs values, inner modules first, while all other tensors are on meta. None: the
@@ -27,7 +27,7 @@ from npuzero.shard.discover import UnitSpec, around
 Initialize = Callable[[nn.Module], object] | None
 
 
-class Stored(Protocol):
+class StoredValues(Protocol):
     """Hold values of tensors by name, as files do."""
 
     def check(self, model: nn.Module) -> str:
@@ -46,7 +46,7 @@ class Stored(Protocol):
         """Return the elements ``[begin, end)`` of ``name``: 1-D, on the CPU, in the dtype they are stored in."""
 
 
-class Origin:
+class InitialValues:
     """Provide the first values of one model.
 
     Args:
@@ -54,7 +54,7 @@ class Origin:
         initialize: see :data:`Initialize`.
     """
 
-    def __init__(self, stored: Stored | None = None, initialize: Initialize = None) -> None:
+    def __init__(self, stored: StoredValues | None = None, initialize: Initialize = None) -> None:
         self._stored = stored
         self._initialize = initialize
 
@@ -105,7 +105,7 @@ class Origin:
         return self._stored is not None and self._stored.has(name)
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Return stored elements, see :meth:`Stored.read`."""
+        """Return stored elements, see :meth:`StoredValues.read`."""
         assert self._stored is not None
         return self._stored.read(name, begin, end)
 
@@ -115,7 +115,7 @@ class Origin:
         for name, buffer in model.named_buffers():
             if self.has(name):
                 stored = self.read(name, 0, buffer.numel()).view(buffer.shape)
-                give_data(buffer, stored.to(device, buffer.dtype))
+                set_tensor_data(buffer, stored.to(device, buffer.dtype))
             elif buffer.is_meta:
                 made[name] = buffer
         self._make(model, made, device)
@@ -129,8 +129,8 @@ class Origin:
             return
         # Marked first: a tensor that its module forgets to initialise would otherwise train on whatever memory held.
         for tensor in tensors.values():
-            give_data(tensor, _unset(tensor, device))
-        with _hidden(model, tensors.values()):
+            set_tensor_data(tensor, _make_unset(tensor, device))
+        with _hide_on_meta(model, tensors.values()):
             for make in self._makers(model, tensors):
                 make()
         for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ class Origin:
 
         And later ones before earlier ones: a tied tensor ends as the module that had it first would have it.
         """
-        paths = {""} | {path for name in names for path in around(name)}
+        paths = {""} | {path for name in names for path in enclosing_paths(name)}
         found: list[Callable[[], object] | None] = []
         for path, module in reversed(list(model.named_modules())):
             if path not in paths:
@@ -159,28 +159,28 @@ class Origin:
         return [make for make in found if make is not None]
 
 
-def give_data(tensor: Tensor, data: Tensor) -> None:
+def set_tensor_data(tensor: Tensor, data: Tensor) -> None:
     """Give ``tensor`` the ``data``, also if it is on meta; it stays the object that modules and optimizers know."""
     if tensor.device.type == data.device.type:
         tensor.data = data
     else:
-        other = _like(tensor, data)
+        other = _wrap_like(tensor, data)
         other.__class__ = type(tensor)
         other.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, other)
 
 
-def _like(tensor: Tensor, data: Tensor) -> Tensor:
+def _wrap_like(tensor: Tensor, data: Tensor) -> Tensor:
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 @contextlib.contextmanager
-def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
+def _hide_on_meta(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
     """Put the tensors of ``model`` but for those ``kept`` on meta inside, where filling them moves nothing."""
     keep = {id(tensor) for tensor in kept}
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
     with torch._C.DisableTorchFunctionSubclass():
-        hidden = [(t, _like(t, torch.empty_like(t, device="meta"))) for t in others]
+        hidden = [(t, _wrap_like(t, torch.empty_like(t, device="meta"))) for t in others]
     # Swapped, not replaced: modules, and initialisers' closures, keep their references to these objects.
     for tensor, twin in hidden:
         torch.utils.swap_tensors(tensor, twin)
@@ -192,18 +192,18 @@ def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
 
 
 # The value of a tensor that has not been filled: one that no initialisation leaves in all elements.
-def _mark(dtype: torch.dtype) -> float | int:
+def _unset_value(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _unset(like: Tensor, device: torch.device) -> Tensor:
-    return zeros(like.numel(), like.dtype, device).fill_(_mark(like.dtype)).view(like.shape)
+def _make_unset(like: Tensor, device: torch.device) -> Tensor:
+    return allocate_zeros(like.numel(), like.dtype, device).fill_(_unset_value(like.dtype)).view(like.shape)
 
 
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.dtype in (torch.bool, torch.uint8):  # any value may be meant
         return False
-    mark = _mark(tensor.dtype)
+    mark = _unset_value(tensor.dtype)
     return bool((tensor.isnan() if mark != mark else tensor == mark).all())

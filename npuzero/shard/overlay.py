@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 
-def lay_over(module: nn.Module, **attributes: Any) -> None:
+def overlay_attributes(module: nn.Module, **attributes: Any) -> None:
     """Set ``attributes``; ``copy.deepcopy(module)`` makes a module of its class without them, as if never sharded."""
     # Not by setattr: a module that torch.compile() returned would pass it on to the one inside.
     laid: set[str] = module.__dict__.setdefault("_npuzero_laid", {"_npuzero_laid", "__deepcopy__"})
     laid.update(attributes)
-    module.__dict__.update(attributes, __deepcopy__=_copier(module, laid))
+    module.__dict__.update(attributes, __deepcopy__=_make_deepcopy(module, laid))
 
 
-def _copier(module: nn.Module, laid: set[str]) -> Callable[[dict[int, Any]], nn.Module]:
+def _make_deepcopy(module: nn.Module, laid: set[str]) -> Callable[[dict[int, Any]], nn.Module]:
     module_of = weakref.ref(module)
 
     def deepcopy(memo: dict[int, Any]) -> nn.Module:

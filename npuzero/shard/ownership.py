@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from torch import Tensor
 
 from npuzero.errors import StateError
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import FlatParameter
 from npuzero.shard.unit import Unit
 
 if TYPE_CHECKING:
@@ -21,21 +21,21 @@ class EngineReference(weakref.ref["Engine"]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         engine = self()
-        raise uncopied("pickled") if engine else TypeError("cannot pickle a parameter of a deleted model")
+        raise refused_copy_error("pickled") if engine else TypeError("cannot pickle a parameter of a deleted model")
 
 
-def claim(reference: EngineReference, unit: Unit) -> None:
+def claim_unit(reference: EngineReference, unit: Unit) -> None:
     """Let the parameters of ``unit``, and the markers of their gradients, know their engine."""
     for flat in unit.flats:
         for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
             parameter._npuzero_engine = reference  # type: ignore[attr-defined]
-            parameter._npuzero_open = _opener(reference, unit, slot.name)  # type: ignore[attr-defined]
+            parameter._npuzero_open = _make_parameter_opener(reference, unit, slot.name)  # type: ignore[attr-defined]
         for i, marker in enumerate(flat.gradient.markers if flat.trainable else ()):
-            marker.whole, marker.name = _reader(reference, flat, i), flat.layout.slots[i].name
+            marker.whole, marker.name = _make_gradient_reader(reference, flat, i), flat.layout.slots[i].name
             marker.sharded_by = flat.plan.name if flat.rests.states.guarded else ""
 
 
-def deleted(subject: str) -> StateError:
+def deleted_model_error(subject: str) -> StateError:
     """Return the error for parameters of a model that is gone."""
     return StateError(
         subject,
@@ -45,7 +45,7 @@ def deleted(subject: str) -> StateError:
     )
 
 
-def uncopied(verb: str) -> StateError:
+def refused_copy_error(verb: str) -> StateError:
     """Return the error for copying or pickling a model, or its optimizer, of which each rank holds a part."""
     return StateError(
         "a model made by npuzero.zero()",
@@ -55,25 +55,25 @@ def uncopied(verb: str) -> StateError:
     )
 
 
-def _reader(engine_of: EngineReference, flat: Flat, i: int) -> Callable[[], Tensor]:
+def _make_gradient_reader(engine_of: EngineReference, flat: FlatParameter, i: int) -> Callable[[], Tensor]:
     flat_of, name = weakref.ref(flat), flat.layout.slots[i].name
 
     def read() -> Tensor:
         engine, flat = engine_of(), flat_of()
         if engine is None or flat is None:
-            raise deleted(f"gradient of {name}")
+            raise deleted_model_error(f"gradient of {name}")
         return engine.gradients.read(flat, i)
 
     return read
 
 
-def _opener(engine_of: EngineReference, unit: Unit, name: str) -> Callable[[], None]:
+def _make_parameter_opener(engine_of: EngineReference, unit: Unit, name: str) -> Callable[[], None]:
     its_unit = weakref.ref(unit)
 
     def open_() -> None:
         engine, unit = engine_of(), its_unit()
         if engine is None or unit is None:
-            raise deleted(f"parameter {name}")
+            raise deleted_model_error(f"parameter {name}")
         engine.values.open(unit, name)
 
     return open_

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from npuzero.device import Handle
-from npuzero.memory import Spaces
-from npuzero.plan import PAGE_BYTES, whole_pages
+from npuzero.device import AsyncHandle
+from npuzero.memory import MemorySpaces
+from npuzero.plan import PAGE_BYTES, round_up_pages
 from npuzero.shard.bank import Views
-from npuzero.shard.chunks import Chunk
-from npuzero.shard.file_bank import FileBank
-from npuzero.shard.flat import PARAMETERS, Flat
+from npuzero.shard.chunks import UpdateChunk
+from npuzero.shard.file_bank import NvmeStateStore
+from npuzero.shard.flat import PARAMETERS, FlatParameter
 
 
-class Placed(NamedTuple):
+class ShardPages(NamedTuple):
     """Name elements of a flat's resting shard, and the pages that have them.
 
     Attributes:
@@ -39,7 +39,7 @@ class Placed(NamedTuple):
     first: int
 
 
-class ParameterFile(FileBank):
+class NvmeParameterStore(NvmeStateStore):
     """Hold the resting shards of ``flats`` in a store.
 
     Attributes:
@@ -47,11 +47,15 @@ class ParameterFile(FileBank):
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], flats: Sequence[Flat], quiet: Callable[[], None], spaces: Spaces
+        self,
+        chunks: Sequence[UpdateChunk],
+        flats: Sequence[FlatParameter],
+        quiet: Callable[[], None],
+        spaces: MemorySpaces,
     ) -> None:
         fields = {flat: {PARAMETERS: flat.dtype} for flat in flats}
         super().__init__(chunks, fields, quiet, spaces, label="parameters", alignment=PAGE_BYTES)
-        self.versions: Counter[Flat] = Counter()
+        self.versions: Counter[FlatParameter] = Counter()
         self._settling = threading.Lock()
         self._read = [any(flat.masters != "fp32" for flat in self._flats_of(chunk)) for chunk in chunks]
 
@@ -64,7 +68,7 @@ class ParameterFile(FileBank):
         with self._settling:
             super().settle()
 
-    def store(self, k: int, turn: int) -> Handle:
+    def store(self, k: int, turn: int) -> AsyncHandle:
         self.versions.update(self._flats_of(self._chunks[k]))
         return super().store(k, turn)
 
@@ -73,22 +77,22 @@ class ParameterFile(FileBank):
             self.versions.update(self._flats_of(self._chunks[k]))
         return super().opened(k, write)
 
-    def places(self, flat: Flat) -> list[Placed]:
+    def places(self, flat: FlatParameter) -> list[ShardPages]:
         """Return what is where in what is read of a flat: its pieces, side by side."""
-        found: list[Placed] = []
+        found: list[ShardPages] = []
         for k, i in self._places[flat]:
             piece = self._chunks[k].pieces[i]
             at = found[-1].at + found[-1].nbytes if found else 0
             begin = next(state.begin for state in self._states[k] if state.piece == i)
-            nbytes = whole_pages((piece.end - piece.begin) * flat.dtype.itemsize)
-            found.append(Placed(piece.begin, piece.end, at, nbytes, k, begin))
+            nbytes = round_up_pages((piece.end - piece.begin) * flat.dtype.itemsize)
+            found.append(ShardPages(piece.begin, piece.end, at, nbytes, k, begin))
         return found
 
-    def read_bytes(self, flat: Flat) -> int:
+    def read_bytes(self, flat: FlatParameter) -> int:
         """Return what :meth:`read` reads."""
         return sum(place.nbytes for place in self.places(flat))
 
-    def read(self, flat: Flat, buffer: Tensor, handles: list[Handle]) -> None:
+    def read(self, flat: FlatParameter, buffer: Tensor, handles: list[AsyncHandle]) -> None:
         """Begin to read the shard of ``flat``, which is updated no more, into a buffer of so many bytes.
 
         Args:
@@ -99,5 +103,5 @@ class ParameterFile(FileBank):
             part = buffer[place.at : place.at + place.nbytes]
             handles.append(self._extents.read_part(place.chunk, place.first, part))
 
-    def _flats_of(self, chunk: Chunk) -> list[Flat]:
+    def _flats_of(self, chunk: UpdateChunk) -> list[FlatParameter]:
         return [piece.flat for piece in chunk.pieces if self.has(piece.flat)]

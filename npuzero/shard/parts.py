@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from npuzero.errors import ConfigError
-from npuzero.shard.prefetch import Trace
+from npuzero.shard.prefetch import ExecutionTrace
 from npuzero.shard.unit import Unit
 
 #: What names the units of a part: modules, which have them inside, or qualified names of such.
 Group = Iterable["nn.Module | str"]
 
 
-class Part:
+class ModelPart:
     """Hold what the passes of one part of a model have in common.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
-        self.trace = Trace()
+        self.trace = ExecutionTrace()
         self.count = 0
         self.expected = 0
         self._indices = frozenset(unit.index for unit in units)
@@ -40,7 +40,7 @@ class Part:
         return unit.index in self._indices
 
 
-def in_turn(units: Sequence[Unit]) -> list[Unit]:
+def reduction_order(units: Sequence[Unit]) -> list[Unit]:
     """Return units in the order in which their gradients are reduced.
 
     Backward runs through the blocks in reverse; the root's gradients begin first and end last.
@@ -48,7 +48,9 @@ def in_turn(units: Sequence[Unit]) -> list[Unit]:
     return [*reversed(units[1:]), units[0]]
 
 
-def indices_of(units: Sequence[tuple[str, nn.Module | None]], groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+def find_part_indices(
+    units: Sequence[tuple[str, nn.Module | None]], groups: Sequence[Group]
+) -> tuple[tuple[int, ...], ...]:
     """Return for each group the indices of its units, the root's among them.
 
     Args:
@@ -58,7 +60,7 @@ def indices_of(units: Sequence[tuple[str, nn.Module | None]], groups: Sequence[G
     Raises:
         ConfigError: a unit is in no group.
     """
-    found = tuple(_indices(units, group) for group in groups)
+    found = tuple(_find_group_indices(units, group) for group in groups)
     alone = set(range(len(units))).difference(*found)
     if alone:
         raise ConfigError(
@@ -70,7 +72,7 @@ def indices_of(units: Sequence[tuple[str, nn.Module | None]], groups: Sequence[G
     return found
 
 
-def _indices(units: Sequence[tuple[str, nn.Module | None]], group: Group) -> tuple[int, ...]:
+def _find_group_indices(units: Sequence[tuple[str, nn.Module | None]], group: Group) -> tuple[int, ...]:
     found = {0}
     for named in group:
         if isinstance(named, nn.Module):

@@ -1,6 +1,6 @@
 """Forward and backward passes: the fate of units as modules are called and gradients leave autograd.
 
-Called by the hooks (:class:`npuzero.shard.hooks.Events`), in the order that is written down there.
+Called by the hooks (:class:`npuzero.shard.hooks.HookListener`), in the order that is written down there.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import observe
-from npuzero.comm.calls import named
+from npuzero.comm.calls import named_call
 from npuzero.errors import ConfigError, StateError
-from npuzero.shard.boundary import Boundary
-from npuzero.shard.buffers import Buffers
-from npuzero.shard.contribution import Pass
-from npuzero.shard.counting import Meter
-from npuzero.shard.finite import Finite
-from npuzero.shard.flat import Flat
-from npuzero.shard.gather import Gatherer
+from npuzero.shard.boundary import StepBoundary
+from npuzero.shard.buffers import BufferSync
+from npuzero.shard.contribution import BackwardRole
+from npuzero.shard.counting import TrafficMeter
+from npuzero.shard.finite import NanWatch
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gather import ParameterGatherer
 from npuzero.shard.guard import in_backward
-from npuzero.shard.hooks import second_derivatives
-from npuzero.shard.parts import Group, Part, in_turn, indices_of
-from npuzero.shard.reduce import Reducer
-from npuzero.shard.restore import Restorer
+from npuzero.shard.hooks import second_derivative_error
+from npuzero.shard.parts import Group, ModelPart, find_part_indices, reduction_order
+from npuzero.shard.reduce import GradientReducer
+from npuzero.shard.restore import UpdatedParameterGatherer
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.wrappers import check_unwrapped
 
 
-class Passes:
+class ForwardBackward:
     """Run the passes of one model's steps.
 
     Args:
@@ -48,13 +48,13 @@ class Passes:
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that act in a pass, made and wired by the engine
         self,
         units: Sequence[Unit],
-        gatherer: Gatherer,
-        reducer: Reducer,
-        restorer: Restorer,
-        boundary: Boundary,
-        finite: Finite,
-        meter: Meter,
-        buffers: Buffers | None,
+        gatherer: ParameterGatherer,
+        reducer: GradientReducer,
+        restorer: UpdatedParameterGatherer,
+        boundary: StepBoundary,
+        finite: NanWatch,
+        meter: TrafficMeter,
+        buffers: BufferSync | None,
         prefetch: int,
         device: str,
     ) -> None:
@@ -70,7 +70,7 @@ class Passes:
         self._prefetch = prefetch
         self._ahead = prefetch and prefetch + 1  # of which the last is read from where it rests, if that is slow
         self._device = device
-        self._part = Part(units)  # of the present passes
+        self._part = ModelPart(units)  # of the present passes
         self._parts = self._all = [self._part]
         self._alone = False  # within no_sync
         self._training = False  # a forward for training has begun since the last update
@@ -90,9 +90,9 @@ class Passes:
         Raises:
             ConfigError: a unit is in no group.
         """
-        divided = indices_of([(unit.name, unit.module()) for unit in self._units], groups)
-        self._parts = [Part([self._units[i] for i in each]) for each in divided]
-        self._all = [Part(self._units), *self._parts]
+        divided = find_part_indices([(unit.name, unit.module()) for unit in self._units], groups)
+        self._parts = [ModelPart([self._units[i] for i in each]) for each in divided]
+        self._all = [ModelPart(self._units), *self._parts]
         self._part = self._all[0]
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class Passes:
             for unit in units:
                 self._gatherer.hold_between(unit)
 
-    @named("backward")
+    @named_call("backward")
     def take_gradients(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         """Take gradients that ``torch.autograd.grad`` made, as if a backward pass of part ``number`` had brought them.
 
@@ -132,11 +132,11 @@ class Passes:
             ConfigError: one is of no parameter of the part that trains, or of another shape or dtype than that.
         """
         with self.part(number):
-            units = in_turn(self._part.units)
+            units = reduction_order(self._part.units)
             slots = [(unit, flat, i) for unit in units for flat in unit.trainable for i in flat.slots]
             known = {id(flat.parameters[i]): flat.parameters[i] for _, flat, i in slots}
             for parameter, gradient in gradients.items():
-                _check_taken(number, parameter, gradient, id(parameter) in known)
+                _check_taken_gradient(number, parameter, gradient, id(parameter) in known)
             for unit, flat, i in slots:
                 gradient = gradients.get(flat.parameters[i])
                 if gradient is not None:
@@ -146,7 +146,7 @@ class Passes:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    @named("forward")
+    @named_call("forward")
     def forward_begins(self, unit: Unit, inputs: Any) -> None:
         fresh = not in_backward()
         self._restorer.check_here()
@@ -211,7 +211,7 @@ class Passes:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    @named("backward")
+    @named_call("backward")
     def backward_reaches(self, unit: Unit) -> None:
         self._restorer.check_here()
         if not self._reducer.open:
@@ -219,23 +219,23 @@ class Passes:
         if not unit.guarded:
             return
         if torch.is_grad_enabled():
-            raise second_derivatives(unit)
+            raise second_derivative_error(unit)
         unit.computing += 1
         # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
         unit.opaque = unit.opaque or (self._reducer.open and not unit.missing and bool(unit.trainable))
         self._gatherer.finish(unit)
         self._start_gathers(self._part.trace.before(unit.index, self._ahead))
 
-    @named("backward")
+    @named_call("backward")
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
         if unit.computing == 0 and self._reducer.open and not unit.missing and not unit.opaque:
             self._gatherer.hold_between(unit)
 
-    @named("backward")
-    def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
+    @named_call("backward")
+    def gradient_arrives(self, unit: Unit, flat: FlatParameter, i: int, gradient: Tensor) -> None:
         if unit not in self._part:
-            raise _of_another_part(unit)
+            raise _wrong_part_error(unit)
         if not self._reducer.open:
             self._begin_backward()
         if self._reducer.arrive(flat.gradient, i, gradient):
@@ -244,7 +244,7 @@ class Passes:
         if unit.guarded and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.hold_between(unit)
 
-    @named("backward")
+    @named_call("backward")
     def backward_ends(self) -> None:
         if self._reducer.open:
             self._reducer.end()
@@ -265,15 +265,15 @@ class Passes:
         self._boundary.early.pass_begins(again, self._alone)
         for unit in part.units:
             unit.missing = set(unit.trainable)
-        order = ((unit, flat.gradient) for unit in in_turn(part.units) for flat in reversed(unit.trainable))
+        order = ((unit, flat.gradient) for unit in reduction_order(part.units) for flat in reversed(unit.trainable))
         self._reducer.begin({gradient: self._role(unit) for unit, gradient in order})
 
-    def _role(self, unit: Unit) -> Pass:
+    def _role(self, unit: Unit) -> BackwardRole:
         """Return what the present pass is to a unit's gradients: their last one is that of all parts that have it."""
         if self._alone:
-            return Pass.ALONE
+            return BackwardRole.ALONE
         ahead = sum(part.expected - part.count for part in self._all if unit in part)
-        return Pass.SUMMED if ahead else Pass.LAST
+        return BackwardRole.SUMMED if ahead else BackwardRole.LAST
 
     def forget_backward(self) -> None:
         """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
@@ -321,7 +321,7 @@ class Passes:
                 self._gatherer.start(unit)
 
 
-def _of_another_part(unit: Unit) -> StateError:
+def _wrong_part_error(unit: Unit) -> StateError:
     return StateError(
         f"gradients of unit {unit.name!r}",
         expected="a backward pass of a part that it is in",
@@ -330,7 +330,7 @@ def _of_another_part(unit: Unit) -> StateError:
     )
 
 
-def _check_taken(number: int, parameter: Tensor, gradient: Tensor | None, known: bool) -> None:
+def _check_taken_gradient(number: int, parameter: Tensor, gradient: Tensor | None, known: bool) -> None:
     if known and (gradient is None or (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)):
         return
     raise ConfigError(

@@ -12,12 +12,12 @@ import torch
 
 from npuzero.comm import World
 from npuzero.plan import ENDS, PIPE, Axes
-from npuzero.shard.accord import Accord
+from npuzero.shard.accord import OptimizerRuleVote
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import FlatParameter
 
 
-class Pipe:
+class StageVote:
     """Have the stages of a pipeline agree. Every call is collective over them.
 
     Args:
@@ -29,7 +29,7 @@ class Pipe:
         many: whether there are other stages.
     """
 
-    def __init__(self, flats: Sequence[Flat], mesh: CountingMesh, world: World) -> None:
+    def __init__(self, flats: Sequence[FlatParameter], mesh: CountingMesh, world: World) -> None:
         self.world = world
         self.many = world.size > 1
         self._mesh = mesh
@@ -39,14 +39,14 @@ class Pipe:
         """Return for each flag whether a stage has it set."""
         return [number > 0 for number in self._sum((PIPE,), flags)] if self.many else [*flags]
 
-    def tie(self, used: Mapping[Flat, list[bool]]) -> dict[Flat, list[bool]]:
+    def tie(self, used: Mapping[FlatParameter, list[bool]]) -> dict[FlatParameter, list[bool]]:
         """Return per slot whether it is used: of what the first and the last stage have in common, by either."""
         tied = {flat: used[flat] for flat in self._tied}
         flags = [flag for flat in self._tied for flag in tied[flat]]
         either = iter(self._sum((ENDS,), flags) if flags else ())
         return {**used, **{flat: [next(either) > 0 for _ in here] for flat, here in tied.items()}}
 
-    def agree(self, some: bool, accord: Accord) -> bool:
+    def agree(self, some: bool, accord: OptimizerRuleVote) -> bool:
         """Return whether any stage has ``some`` gradients, once all are known to have made the same calls.
 
         Raises:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Plan
 
 
 @dataclass(frozen=True)
-class Plans:
+class UnitPlans:
     """Say which plan each unit follows.
 
     Attributes:
@@ -23,7 +23,7 @@ class Plans:
     units: Mapping[str, Plan] = field(default_factory=dict)
 
     @staticmethod
-    def named(model: Plan, units: object, offload: str | None = None) -> Plans:
+    def named(model: Plan, units: object, offload: str | None = None) -> UnitPlans:
         """Return the plans that a user names: presets have the model's precision and groups of ranks.
 
         Args:
@@ -35,7 +35,7 @@ class Plans:
         """
         if units is not None and not isinstance(units, Mapping):
             do = "Give a dict from the names of units to their plans."
-            raise ConfigError("unit_plans", expected="a mapping", got=describe(units), do=do)
+            raise ConfigError("unit_plans", expected="a mapping", got=describe_value(units), do=do)
 
         def preset(name: str | float) -> Plan:
             plan = place(Plan.preset(name, precision=model.precision, local_size=model.local_size))
@@ -46,7 +46,7 @@ class Plans:
 
         named = {} if units is None else units
         own = {name: chosen if isinstance(chosen, Plan) else preset(chosen) for name, chosen in named.items()}
-        return Plans(place(model), own)
+        return UnitPlans(place(model), own)
 
     def of(self, names: Sequence[str]) -> list[Plan]:
         """Return the plan of each unit, by the names of all.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Trace:
+class ExecutionTrace:
     """Record the orders in which units began and ended to compute in the last pass; backward reverses the second."""
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class Trace:
 
     def after(self, unit: int, depth: int) -> list[int]:
         """Return up to ``depth`` distinct units that followed ``unit`` in the last pass."""
-        return _following(self._last, unit, depth, len(self._now) - 1)
+        return _next_units(self._last, unit, depth, len(self._now) - 1)
 
     def before(self, unit: int, depth: int) -> list[int]:
         """Return up to ``depth`` distinct units that ended before ``unit`` in the present pass (else the last one)."""
-        return _following((self._ended or self._ended_last)[::-1], unit, depth, 0)
+        return _next_units((self._ended or self._ended_last)[::-1], unit, depth, 0)
 
 
-def _following(trace: list[int], unit: int, depth: int, at: int) -> list[int]:
+def _next_units(trace: list[int], unit: int, depth: int, at: int) -> list[int]:
     """Return distinct units behind ``unit`` in ``trace``: its occurrence at position ``at``, else the first one."""
     # The position tells which use it is of a unit that computes several times in a pass.
     if at >= len(trace) or trace[at] != unit:

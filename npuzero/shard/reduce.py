@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from npuzero import observe, ops
-from npuzero.device import Handle, wait_quietly
-from npuzero.memory import Pool, Spaces
-from npuzero.plan import Axes, Memory, message_bytes
-from npuzero.shard.contribution import Pass
-from npuzero.shard.gradient import Gradient
-from npuzero.shard.parts import in_turn
-from npuzero.shard.rest import Group, Hop
+from npuzero.device import AsyncHandle, wait_quietly
+from npuzero.memory import BufferPool, MemorySpaces
+from npuzero.plan import Axes, Memory, thin_message_bytes
+from npuzero.shard.contribution import BackwardRole
+from npuzero.shard.gradient import FlatGradient
+from npuzero.shard.parts import reduction_order
+from npuzero.shard.rest import LevelTransfer, RankGroup
 from npuzero.shard.states import GradientState
 from npuzero.shard.unit import Unit
 
 _S = GradientState
 
 
-class Reducer:
+class GradientReducer:
     """Take gradients as they leave autograd and bring them to READY.
 
     Attributes:
@@ -39,18 +39,18 @@ class Reducer:
         reduced: told of a gradient to which nothing more is added in the present pass.
     """
 
-    def __init__(self, units: Sequence[Unit], spaces: Spaces, overlapped: bool) -> None:
-        self._order = [flat.gradient for unit in in_turn(units) for flat in reversed(unit.trainable)]
+    def __init__(self, units: Sequence[Unit], spaces: MemorySpaces, overlapped: bool) -> None:
+        self._order = [flat.gradient for unit in reduction_order(units) for flat in reversed(unit.trainable)]
         self._overlapped = overlapped
         self._mover = spaces.mover
-        pools = self._pools = dict[Axes, Pool]()
+        pools = self._pools = dict[Axes, BufferPool]()
 
-        def pool(group: Group | None) -> Pool:
+        def pool(group: RankGroup | None) -> BufferPool:
             # A communication buffer lies where the ranks of its collective can read it.
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
                 source = None if group is None else group.communicator("reduce").buffer
-                pools[axes] = Pool(spaces[Memory.DEVICE], source)
+                pools[axes] = BufferPool(spaces[Memory.DEVICE], source)
             return pools[axes]
 
         for gradient in self._order:
@@ -60,17 +60,17 @@ class Reducer:
                 hop: pool(hop.group) for hop in (*rests.scatter, *rests.deepen, *rests.spread) if hop.bits
             }
         self._active: list[Iterator[None]] = []
-        self._roles: Mapping[Gradient, Pass] = {}  # of the present pass
-        self._turns: Sequence[Gradient] = ()
+        self._roles: Mapping[FlatGradient, BackwardRole] = {}  # of the present pass
+        self._turns: Sequence[FlatGradient] = ()
         self._turn = 0
         self._number = 0  # of the pass
-        self._last: dict[Gradient, Pass] = {}  # what the last pass of this step was to each, so far
+        self._last: dict[FlatGradient, BackwardRole] = {}  # what the last pass of this step was to each, so far
         self.open = False
-        self.reduced: Callable[[Gradient], None] = lambda _: None
+        self.reduced: Callable[[FlatGradient], None] = lambda _: None
 
     # -- while backward runs ---------------------------------------------------------------------------------------
 
-    def begin(self, roles: Mapping[Gradient, Pass]) -> None:
+    def begin(self, roles: Mapping[FlatGradient, BackwardRole]) -> None:
         """Start a backward pass.
 
         Args:
@@ -88,7 +88,7 @@ class Reducer:
         for gradient in self._order:
             gradient.contribution.arrived.clear()
 
-    def arrive(self, gradient: Gradient, i: int, value: Tensor) -> bool:
+    def arrive(self, gradient: FlatGradient, i: int, value: Tensor) -> bool:
         """Take ``value``, the final gradient of slot ``i`` in this pass.
 
         Returns:
@@ -117,12 +117,12 @@ class Reducer:
         self._last.update(self._roles)
         self.open = False
 
-    def _complete(self, gradient: Gradient) -> None:
+    def _complete(self, gradient: FlatGradient) -> None:
         """Take in everything this pass adds to a flat, which is all here, and launch what can be launched."""
         self._reopen(gradient)
         role = self._roles[gradient]
         wire = gradient.take(role)
-        boundary = role is Pass.LAST and gradient.meets_in_pass
+        boundary = role is BackwardRole.LAST and gradient.meets_in_pass
         if wire is not None or boundary:
             self._launch(gradient, wire, boundary)
         else:
@@ -130,7 +130,7 @@ class Reducer:
             gradient.kept.rest()
             self.reduced(gradient)
 
-    def _reopen(self, gradient: Gradient) -> None:
+    def _reopen(self, gradient: FlatGradient) -> None:
         if gradient.state is _S.REDUCING:
             self.drain()
         gradient.reopen()
@@ -143,11 +143,11 @@ class Reducer:
         for gradient in self._order:
             if gradient.state is not _S.READY:
                 # What no_sync has kept is still to be sent, and a rank that had no pass owes the others its zeros.
-                owing = self._last.get(gradient, Pass.ALONE) is Pass.ALONE
+                owing = self._last.get(gradient, BackwardRole.ALONE) is BackwardRole.ALONE
                 wire = gradient.fill_wire() if owing and gradient.cut else None
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
-        self._last = dict.fromkeys(self._order, Pass.SUMMED)
+        self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)
         self._mover.quiet()  # what rests on the host is read there from now on
 
     def reset(self) -> None:
@@ -171,7 +171,7 @@ class Reducer:
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
-    def _launch(self, gradient: Gradient, wire: Tensor | None, boundary: bool) -> None:
+    def _launch(self, gradient: FlatGradient, wire: Tensor | None, boundary: bool) -> None:
         self._advance()
         gradient.move(_S.REDUCING)
         reduction = self._reduction(gradient, wire, boundary)
@@ -185,7 +185,7 @@ class Reducer:
         """Move each reduction under way one collective on; waits for the present one."""
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
-    def _reduction(self, gradient: Gradient, wire: Tensor | None, boundary: bool) -> Iterator[None]:
+    def _reduction(self, gradient: FlatGradient, wire: Tensor | None, boundary: bool) -> Iterator[None]:
         """Run one reduction, pausing at each collective.
 
         Args:
@@ -197,7 +197,7 @@ class Reducer:
         # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
             gradient.kept.bring()
-            sent = _Sent.of(gradient, wire, gradient.buffer)
+            sent = _CommBuffer.of(gradient, wire, gradient.buffer)
             scatter = gradient.rests.scatter
             yield from self._scatter(gradient, scatter, sent, gradient.buffer, tag, accumulate=gradient.summing)
             gradient.summing = True
@@ -226,12 +226,12 @@ class Reducer:
         if number == self._number:  # else it is of an earlier pass, and this one may add to it
             self.reduced(gradient)
 
-    def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
+    def _sum_deeper(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""
-        sent = _Sent.of(gradient, wire, gradient.buffer)
+        sent = _CommBuffer.of(gradient, wire, gradient.buffer)
         yield from self._scatter(gradient, gradient.rests.deepen, sent, gradient.own, tag)
 
-    def _sum_beyond(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
+    def _sum_beyond(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Sum this rank's own shard, or ``wire``, over the ranks that keep the same states: D - states.
 
         Here D - states are the mesh axes over which gradients are averaged but states are not sharded. Where the
@@ -240,22 +240,22 @@ class Reducer:
         presets that keep the sum where it was made); or all ranks see it rounded, where the precision says so.
         """
         own, hops = gradient.own, gradient.rests.spread
-        sent = _Sent.of(gradient, wire, own)
+        sent = _CommBuffer.of(gradient, wire, own)
         if gradient.sums == gradient.wire and not any(hop.bits for hop in hops):
             sent = sent.rounded()
-            yield from _wait(gradient.rests.beyond.communicator("reduce").all_reduce(sent.values, tag=tag))
+            yield from _wait_when_resumed(gradient.rests.beyond.communicator("reduce").all_reduce(sent.values, tag=tag))
             if sent.values is not own:
                 ops.cast(sent.values, own)
             sent.give_back()
             return
-        yield from self._scatter(gradient, hops, sent, _nested(own, hops)[-1], tag)
-        sums = _Sent(gradient, own)
+        yield from self._scatter(gradient, hops, sent, _nested_shards(own, hops)[-1], tag)
+        sums = _CommBuffer(gradient, own)
         if gradient.sums != own.dtype:
-            sums = _Sent.lent(gradient, own.numel(), gradient.sums)
-            ops.cast(_nested(own, hops)[-1], _nested(sums.values, hops)[-1])
-        *parts, part = _nested(sums.values, hops)
+            sums = _CommBuffer.lent(gradient, own.numel(), gradient.sums)
+            ops.cast(_nested_shards(own, hops)[-1], _nested_shards(sums.values, hops)[-1])
+        *parts, part = _nested_shards(sums.values, hops)
         for hop, outer in zip(reversed(hops), reversed(parts), strict=True):
-            yield from _wait(hop.group.communicator("reduce").all_gather(outer, part, tag=tag))
+            yield from _wait_when_resumed(hop.group.communicator("reduce").all_gather(outer, part, tag=tag))
             part = outer
         if sums.values is not own:
             ops.cast(sums.values, own)
@@ -263,7 +263,13 @@ class Reducer:
 
     @staticmethod
     def _scatter(
-        gradient: Gradient, hops: Sequence[Hop], sent: _Sent, into: Tensor, tag: str, *, accumulate: bool = False
+        gradient: FlatGradient,
+        hops: Sequence[LevelTransfer],
+        sent: _CommBuffer,
+        into: Tensor,
+        tag: str,
+        *,
+        accumulate: bool = False,
     ) -> Iterator[None]:
         """Run a reduce_scatter level by level.
 
@@ -280,50 +286,54 @@ class Reducer:
             numel = sent.values.numel()
             if hop.bits is None:
                 sent = sent.rounded()
-                sums = _Sent(gradient, into) if last else _Sent.lent(gradient, numel // ranks)
-                yield from _wait(communicator.reduce_scatter(sums.values, sent.values, accumulate=adds, tag=tag))
+                sums = _CommBuffer(gradient, into) if last else _CommBuffer.lent(gradient, numel // ranks)
+                yield from _wait_when_resumed(
+                    communicator.reduce_scatter(sums.values, sent.values, accumulate=adds, tag=tag)
+                )
                 sent.give_back()
             else:
-                pool, nbytes = gradient.pools[hop], ranks * message_bytes(numel // ranks, hop.bits)
+                pool, nbytes = gradient.pools[hop], ranks * thin_message_bytes(numel // ranks, hop.bits)
                 codes, _ = pool.acquire(nbytes, torch.uint8)
                 residual = gradient.residuals.get(hop)
                 ops.quantize(sent.values, codes, bits=hop.bits, pieces=ranks, residual=residual)
                 sent.give_back()  # as soon as it is codes
                 arrived, _ = pool.acquire(nbytes, torch.uint8)
-                yield from _wait(communicator.all_to_all(arrived, codes, tag=tag))
+                yield from _wait_when_resumed(communicator.all_to_all(arrived, codes, tag=tag))
                 pool.release(codes)
-                sums = _Sent(gradient, into) if last else _Sent.lent(gradient, numel // ranks)
+                sums = _CommBuffer(gradient, into) if last else _CommBuffer.lent(gradient, numel // ranks)
                 ops.dequantize_sum(arrived, sums.values, bits=hop.bits, rows=ranks, accumulate=adds)
                 pool.release(arrived)
             sent = sums
 
 
-class _Sent:
+class _CommBuffer:
     """Hold what a collective sends, or makes: in a buffer that is lent, or where it rests, float32.
 
     Args:
-        kind: what whoever is lent the buffer next may rely on; see :class:`~npuzero.memory.Pool`.
+        kind: what whoever is lent the buffer next may rely on; see :class:`~npuzero.memory.BufferPool`.
     """
 
-    def __init__(self, gradient: Gradient, values: Tensor, is_lent: bool = False, kind: Hashable = None) -> None:
+    def __init__(self, gradient: FlatGradient, values: Tensor, is_lent: bool = False, kind: Hashable = None) -> None:
         self.values = values
         self._gradient, self._is_lent, self._kind = gradient, is_lent, kind
 
     @staticmethod
-    def of(gradient: Gradient, wire: Tensor | None, resting: Tensor) -> _Sent:
+    def of(gradient: FlatGradient, wire: Tensor | None, resting: Tensor) -> _CommBuffer:
         """Return ``wire``, which has the communication dtype and is lent, or without one what is ``resting``."""
-        return _Sent(gradient, resting) if wire is None else _Sent(gradient, wire, True, gradient.layout.gaps)
+        return (
+            _CommBuffer(gradient, resting) if wire is None else _CommBuffer(gradient, wire, True, gradient.layout.gaps)
+        )
 
     @staticmethod
-    def lent(gradient: Gradient, numel: int, dtype: torch.dtype = torch.float32) -> _Sent:
+    def lent(gradient: FlatGradient, numel: int, dtype: torch.dtype = torch.float32) -> _CommBuffer:
         """Return a buffer that is lent."""
-        return _Sent(gradient, gradient.pool.acquire(numel, dtype)[0], True)
+        return _CommBuffer(gradient, gradient.pool.acquire(numel, dtype)[0], True)
 
-    def rounded(self) -> _Sent:
+    def rounded(self) -> _CommBuffer:
         """Return the values in the communication dtype: themselves, where they have it."""
         if self.values.dtype == self._gradient.wire:
             return self
-        rounded = _Sent.lent(self._gradient, self.values.numel(), self._gradient.wire)
+        rounded = _CommBuffer.lent(self._gradient, self.values.numel(), self._gradient.wire)
         ops.cast(self.values, rounded.values)
         self.give_back()
         return rounded
@@ -334,7 +344,7 @@ class _Sent:
             self._gradient.pool.release(self.values, self._kind)
 
 
-def _nested(own: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
+def _nested_shards(own: Tensor, hops: Sequence[LevelTransfer]) -> list[Tensor]:
     """Return all of ``own``, this rank's part of it by the first level, of that by the second, and so on."""
     parts = [own]
     for hop in hops:
@@ -342,7 +352,7 @@ def _nested(own: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
     return parts
 
 
-def _wait(handle: Handle) -> Iterator[None]:
+def _wait_when_resumed(handle: AsyncHandle) -> Iterator[None]:
     """Pause while the collective is under way; finish it when resumed."""
     yield
     try:

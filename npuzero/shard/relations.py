@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import AXES, PIPE, Relation, Relations, usual
+from npuzero.plan import AXES, PIPE, Relation, Relations, default_relation
 
 _SAID = "_npuzero_relations"
 
@@ -22,30 +22,30 @@ def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> 
         raise ConfigError(
             "relation", expected=f"an axis of {AXES}", got=repr(axis), do=did_you_mean(axis, AXES, "Name an axis.")
         )
-    setattr(parameter, _SAID, {**_said_of(parameter), axis: relation})
+    setattr(parameter, _SAID, {**_stored_relations(parameter), axis: relation})
 
 
-def relations_of(parameter: nn.Parameter) -> dict[str, Relation]:
+def get_relations(parameter: nn.Parameter) -> dict[str, Relation]:
     """Return what has been said of ``parameter`` that is not the usual, by axis, in mesh order."""
-    said = _said_of(parameter)
-    return {axis: said[axis] for axis in AXES if axis in said and said[axis] is not usual(axis)}
+    said = _stored_relations(parameter)
+    return {axis: said[axis] for axis in AXES if axis in said and said[axis] is not default_relation(axis)}
 
 
-def relation_along(parameter: nn.Parameter, axis: str) -> Relation | None:
+def get_relation(parameter: nn.Parameter, axis: str) -> Relation | None:
     """Return what has been said of ``parameter`` along ``axis``, the usual included; None: nothing."""
-    return _said_of(parameter).get(axis)
+    return _stored_relations(parameter).get(axis)
 
 
-def _said_of(parameter: nn.Parameter) -> dict[str, Relation]:
+def _stored_relations(parameter: nn.Parameter) -> dict[str, Relation]:
     said: dict[str, Relation] = getattr(parameter, _SAID, {})
     return said
 
 
 def is_tied(parameter: nn.Parameter) -> bool:
     """Return whether the first and the last stage of a pipeline have ``parameter`` in common."""
-    return PIPE in relations_of(parameter)  # where the usual is that stages have different ones
+    return PIPE in get_relations(parameter)  # where the usual is that stages have different ones
 
 
-def as_key(parameter: nn.Parameter) -> Relations:
+def relations_key(parameter: nn.Parameter) -> Relations:
     """Return the same, to compare by."""
-    return tuple(relations_of(parameter).items())
+    return tuple(get_relations(parameter).items())

@@ -15,14 +15,14 @@ import torch
 from npuzero.errors import StateError
 from npuzero.ops import storage
 from npuzero.plan import TENSOR
-from npuzero.shard.everyone import agree
-from npuzero.shard.writes import digest
+from npuzero.shard.everyone import exchange_or_raise
+from npuzero.shard.writes import digest_integers
 
 if TYPE_CHECKING:
     from npuzero.shard.engine import Engine
 
 
-def check_repeated(engine: Engine, subject: str, channel: str = "") -> None:
+def check_replicated(engine: Engine, subject: str, channel: str = "") -> None:
     """Compare what tensor ranks hold alike, each its shard of it. Collective; without tensor ranks nothing is sent.
 
     Raises:
@@ -37,31 +37,31 @@ def check_repeated(engine: Engine, subject: str, channel: str = "") -> None:
     mine: dict[str, list[int]] = {}
     try:
         engine.values.settle()
-        mine = _digests(engine)
+        mine = _replica_digests(engine)
     except Exception as error:
         problem = error
-    said: list[dict[str, list[int]]] = agree(mesh.world, subject, problem, mine, channel)
+    said: list[dict[str, list[int]]] = exchange_or_raise(mesh.world, subject, problem, mine, channel)
     for rank, theirs in enumerate(said):
         first = rank - rank % ranks  # tensor is the innermost axis
         name = next((name for name in theirs if theirs[name] != said[first].get(name)), None)
         if name is not None:
-            _tell(subject, name, first, rank, engine.device.type == "cpu", mesh.world.rank)
+            _report_divergence(subject, name, first, rank, engine.device.type == "cpu", mesh.world.rank)
             return
 
 
 @torch.no_grad()
-def _digests(engine: Engine) -> dict[str, list[int]]:
+def _replica_digests(engine: Engine) -> dict[str, list[int]]:
     """Return by name the digest of this rank's shard of each parameter that tensor ranks hold alike."""
     found: dict[str, list[int]] = {}
     for flat in engine.flats():
         if TENSOR in flat.rests.alike.axes:
-            own = storage.bits(flat.own.raw(slice(0, flat.rests.states.numel)))
+            own = storage.view_bits(flat.own.raw(slice(0, flat.rests.states.numel)))
             for slot, range_ in zip(flat.layout.slots, flat.own_slots, strict=True):
-                found[slot.name] = digest(own[range_]).tolist()
+                found[slot.name] = digest_integers(own[range_]).tolist()
     return found
 
 
-def _tell(subject: str, name: str, first: int, rank: int, on_cpu: bool, here: int) -> None:
+def _report_divergence(subject: str, name: str, first: int, rank: int, on_cpu: bool, here: int) -> None:
     error = StateError(
         subject,
         expected="the same values on tensor ranks of what they hold alike",

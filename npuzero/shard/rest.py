@@ -1,7 +1,8 @@
 """Where the parts of one flat rest: over which ranks each is sharded, in which memory, and this rank's range.
 
 A plan says this of a model's training state; here it is said of one flat, so flats of one engine may follow different
-plans. What moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, ``Restorer``) reads the flat alone.
+plans. What moves a part (:class:`~npuzero.shard.gather.ParameterGatherer`, ``Reducer``, ``Restorer``) reads the flat
+alone.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from npuzero.comm import Communicator
-from npuzero.plan import Axes, Level, Memory, Placement, Plan, levels_beyond, levels_of, near_numel, residual_numels
+from npuzero.plan import (
+    Axes,
+    Memory,
+    Placement,
+    Plan,
+    WireLevel,
+    device_shard_numel,
+    levels_beyond,
+    levels_of,
+    residual_numels,
+)
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.layout import Layout
+from npuzero.shard.layout import FlatLayout
 
 
-class Group:
+class RankGroup:
     """Describe the ranks along some axes of the mesh, this one among them.
 
     Attributes:
@@ -38,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Rest:
+class ShardSpec:
     """Describe where one part of a flat rests.
 
     Attributes:
@@ -50,7 +61,7 @@ class Rest:
             this one; or it is parameters that rest off the device.
     """
 
-    group: Group
+    group: RankGroup
     memory: Memory
     begin: int
     end: int
@@ -58,12 +69,12 @@ class Rest:
     guarded: bool
 
     @staticmethod
-    def of(placement: Placement, layout: Layout, mesh: CountingMesh, strict: bool) -> Rest:
+    def of(placement: Placement, layout: FlatLayout, mesh: CountingMesh, strict: bool) -> ShardSpec:
         """Return where ``placement`` puts a part of a flat of this layout."""
-        group = Group(mesh, placement.axes)
+        group = RankGroup(mesh, placement.axes)
         begin, end = layout.shard(group.index, group.size)
         guarded = group.many or (strict and bool(group.axes))
-        return Rest(group, placement.memory, begin, end, near_numel(placement, end - begin), guarded)
+        return ShardSpec(group, placement.memory, begin, end, device_shard_numel(placement, end - begin), guarded)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -83,13 +94,13 @@ class Rest:
         """Return whether it rests elsewhere than on the device."""
         return self.memory is not Memory.DEVICE
 
-    def within(self, outer: Rest) -> slice:
+    def within(self, outer: ShardSpec) -> slice:
         """Return this shard as a slice of ``outer``, sharded over fewer ranks: contiguous there, by the plan's law."""
         return slice(self.begin - outer.begin, self.end - outer.begin)
 
 
 @dataclass(frozen=True, eq=False)
-class Hop:
+class LevelTransfer:
     """Describe one collective of a sum of gradients that goes level by level.
 
     Attributes:
@@ -98,19 +109,22 @@ class Hop:
         residual: elements of what rounding loses here, which is added the next time; 0: it is lost.
     """
 
-    group: Group
+    group: RankGroup
     bits: int | None
     residual: int
 
 
-def _hops(levels: Sequence[Level], numel: int, mesh: CountingMesh) -> tuple[Hop, ...]:
+def _level_transfers(levels: Sequence[WireLevel], numel: int, mesh: CountingMesh) -> tuple[LevelTransfer, ...]:
     """Return the collectives of ``levels``, the first of which sends ``numel`` elements."""
     residuals = residual_numels(numel, levels, mesh.size)
-    return tuple(Hop(Group(mesh, level.axes), level.bits, kept) for level, kept in zip(levels, residuals, strict=True))
+    return tuple(
+        LevelTransfer(RankGroup(mesh, level.axes), level.bits, kept)
+        for level, kept in zip(levels, residuals, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Rests:
+class ShardSpecs:
     """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
 
     Attributes:
@@ -129,49 +143,49 @@ class Rests:
         lag: as the plan has it.
     """
 
-    parameters: Rest
-    after_forward: Rest
-    between: Rest
-    gradients: Rest
-    states: Rest
-    deeper: Group
-    beyond: Group
-    scatter: Sequence[Hop]
-    deepen: Sequence[Hop]
-    spread: Sequence[Hop]
-    restored: Group
-    averaged: Group
-    owners: Group
-    divided: Group
-    alike: Group
+    parameters: ShardSpec
+    after_forward: ShardSpec
+    between: ShardSpec
+    gradients: ShardSpec
+    states: ShardSpec
+    deeper: RankGroup
+    beyond: RankGroup
+    scatter: Sequence[LevelTransfer]
+    deepen: Sequence[LevelTransfer]
+    spread: Sequence[LevelTransfer]
+    restored: RankGroup
+    averaged: RankGroup
+    owners: RankGroup
+    divided: RankGroup
+    alike: RankGroup
     tied: bool
     lag: int
 
     @staticmethod
-    def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
+    def of(plan: Plan, layout: FlatLayout, mesh: CountingMesh, strict: bool) -> ShardSpecs:
         """Return the row ``plan`` of the table, for a flat of this layout."""
-        parameters = Rest.of(plan.parameters, layout, mesh, strict)
+        parameters = ShardSpec.of(plan.parameters, layout, mesh, strict)
         after_forward, between = plan.held_after_forward, plan.held_between
-        held = {placement: Rest.of(placement, layout, mesh, strict) for placement in (after_forward, between)}
-        gradients = Rest.of(plan.gradients, layout, mesh, strict)
-        states = Rest.of(plan.states, layout, mesh, strict)
+        held = {placement: ShardSpec.of(placement, layout, mesh, strict) for placement in (after_forward, between)}
+        gradients = ShardSpec.of(plan.gradients, layout, mesh, strict)
+        states = ShardSpec.of(plan.states, layout, mesh, strict)
         precision = plan.precision
-        return Rests(
+        return ShardSpecs(
             parameters=replace(parameters, guarded=parameters.guarded or plan.parameters.far),
             after_forward=held[after_forward],
             between=held[between],
             gradients=gradients,
             states=states,
-            deeper=Group(mesh, plan.deeper),
-            beyond=Group(mesh, plan.beyond),
-            scatter=_hops(levels_of(precision, plan.gradients.axes, mesh.size), layout.numel, mesh),
-            deepen=_hops(levels_of(precision, plan.deeper, mesh.size), gradients.numel, mesh),
-            spread=_hops(levels_beyond(precision, plan.beyond, mesh.size), states.numel, mesh),
-            restored=Group(mesh, plan.restored),
-            averaged=Group(mesh, plan.averaged),
-            owners=Group(mesh, plan.owners),
-            divided=Group(mesh, plan.divided),
-            alike=Group(mesh, plan.alike),
+            deeper=RankGroup(mesh, plan.deeper),
+            beyond=RankGroup(mesh, plan.beyond),
+            scatter=_level_transfers(levels_of(precision, plan.gradients.axes, mesh.size), layout.numel, mesh),
+            deepen=_level_transfers(levels_of(precision, plan.deeper, mesh.size), gradients.numel, mesh),
+            spread=_level_transfers(levels_beyond(precision, plan.beyond, mesh.size), states.numel, mesh),
+            restored=RankGroup(mesh, plan.restored),
+            averaged=RankGroup(mesh, plan.averaged),
+            owners=RankGroup(mesh, plan.owners),
+            divided=RankGroup(mesh, plan.divided),
+            alike=RankGroup(mesh, plan.alike),
             tied=plan.tied and mesh.shape.pipe > 1,
             lag=plan.lag,
         )
@@ -181,7 +195,7 @@ class Rests:
         """Return whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
         return self.parameters.cut or self.parameters.far
 
-    def more(self, held: Rest) -> bool:
+    def more(self, held: ShardSpec) -> bool:
         """Return whether more of the parameters is on the device where they rest as ``held`` than between steps."""
         resting = self.parameters
         if resting.far:  # none of it stays there between steps
@@ -189,11 +203,11 @@ class Rests:
         return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
 
     @property
-    def copied(self) -> set[Rest]:
+    def copied(self) -> set[ShardSpec]:
         """Return which of where parameters wait within a step takes a copy: more than rests, and not all of them."""
         return {held for held in (self.after_forward, self.between) if self.more(held) and held.cut}
 
     @property
-    def summed(self) -> Group | None:
+    def summed(self) -> RankGroup | None:
         """Return the group of the first collective that a gradient goes through; None where it goes through none."""
         return next((hop.group for hop in (*self.scatter, *self.deepen, *self.spread)), None)

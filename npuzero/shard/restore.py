@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from npuzero import observe
-from npuzero.comm.calls import here
-from npuzero.device import Handle, wait_quietly
+from npuzero.comm.calls import find_call_site
+from npuzero.device import AsyncHandle, wait_quietly
 from npuzero.errors import StateError
 from npuzero.shard.unit import Unit
 
 
-class Restorer:
+class UpdatedParameterGatherer:
     """Gather updated parameters over the axes of states beyond those of parameters, unit by unit in forward order.
 
     On a channel of its own: gathers of one unit may begin while another's restore is under way.
@@ -28,14 +28,14 @@ class Restorer:
         self.refusal: Callable[[], StateError] | None = None
         self.half_loaded: Callable[[], StateError] | None = None
         self._half_states = False  # optimizer states were among what the failed load has left
-        self._handles: dict[int, list[Handle]] = {}
+        self._handles: dict[int, list[AsyncHandle]] = {}
 
     def start(self, unit: Unit) -> None:
         """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished.
 
         Where it raises, nothing is under way, and it may be called again.
         """
-        handles: list[Handle] = []
+        handles: list[AsyncHandle] = []
         try:
             for flat in unit.trainable:
                 if flat.rests.restored.many:
@@ -110,7 +110,7 @@ class Restorer:
 
         def refusal() -> StateError:
             check()
-            return _incomplete(why, do)
+            return _incomplete_state_error(why, do)
 
         self.refusal = refusal
         return refusal
@@ -121,8 +121,8 @@ class Restorer:
             raise self.refusal()
 
 
-def _incomplete(why: str, do: str) -> StateError:
-    call = here().call
+def _incomplete_state_error(why: str, do: str) -> StateError:
+    call = find_call_site().call
     return StateError(
         f"{call} of this model" if call else "reading or writing this model",
         expected="a training state of which all parts are of the same step",

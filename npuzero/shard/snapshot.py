@@ -11,7 +11,7 @@ from torch import Tensor
 Later = Callable[[], Tensor]
 
 
-class Kept(ABC):
+class KeptPart(ABC):
     """Stand for a stored part that stays as it is until it is released."""
 
     @abstractmethod
@@ -23,17 +23,17 @@ class Kept(ABC):
         """Let it be overwritten; may be called again."""
 
 
-class Snapshot:
+class StateSnapshot:
     """Say what becomes of what is read: here nothing, for who reads it before anything else is written."""
 
     def copied(self, values: Tensor) -> Later:
         """Return how to have ``values``, which lie in memory, later."""
         return lambda: values
 
-    def kept(self, keep: Callable[[], Kept | None]) -> Kept | None:
+    def kept(self, keep: Callable[[], KeptPart | None]) -> KeptPart | None:
         """Return what is to be read later of a part that can be kept where it is; None: it is read at once."""
         return None
 
 
 #: Reads at once.
-NOW = Snapshot()
+NOW = StateSnapshot()

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from npuzero import ops
 from npuzero.ops import storage
-from npuzero.ops.storage.lazy import settled
-from npuzero.shard.layout import overlap
-from npuzero.shard.snapshot import Kept, Later, Snapshot
+from npuzero.ops.storage.lazy import materialize_lazy
+from npuzero.shard.layout import intersect_ranges
+from npuzero.shard.snapshot import KeptPart, Later, StateSnapshot
 
 
-class Part(NamedTuple):
+class TierRange(NamedTuple):
     """Describe the elements ``[begin, end)`` of the shard.
 
     Attributes:
@@ -28,10 +28,10 @@ class Part(NamedTuple):
     begin: int
     end: int
     open: Callable[[bool], Tensor]
-    keep: Callable[[], Kept | None] = lambda: None
+    keep: Callable[[], KeptPart | None] = lambda: None
 
 
-class Reach(NamedTuple):
+class TierOverlap(NamedTuple):
     """Describe what a part has of a range.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reach(NamedTuple):
     there: slice
 
 
-class Spread:
+class TieredTensor:
     """Hold one state in parts, which are whole blocks of moments each, but for the last.
 
     Args:
@@ -54,35 +54,35 @@ class Spread:
         parts: ascending, side by side.
     """
 
-    def __init__(self, dtype: torch.dtype, parts: list[Part]) -> None:
+    def __init__(self, dtype: torch.dtype, parts: list[TierRange]) -> None:
         self.dtype = dtype
         self._parts = parts
         self._one: Tensor | None = None  # all of it, where it is one tensor that stays
 
     @staticmethod
-    def whole(tensor: Tensor, numel: int) -> Spread:
+    def whole(tensor: Tensor, numel: int) -> TieredTensor:
         """Return a state of ``numel`` elements that is one tensor."""
-        spread = Spread(tensor.dtype, [Part(0, numel, lambda _: tensor)])
+        spread = TieredTensor(tensor.dtype, [TierRange(0, numel, lambda _: tensor)])
         spread._one = tensor
         return spread
 
-    def extended(self, further: Spread) -> Spread:
+    def extended(self, further: TieredTensor) -> TieredTensor:
         """Return this state with what follows it."""
-        return Spread(self.dtype, [part for part in (*self._parts, *further._parts) if part.begin < part.end])
+        return TieredTensor(self.dtype, [part for part in (*self._parts, *further._parts) if part.begin < part.end])
 
-    def over(self, own: slice, write: bool = False) -> Iterator[Reach]:
+    def over(self, own: slice, write: bool = False) -> Iterator[TierOverlap]:
         """Yield, part by part, what lies in the range ``own``; use each before the next one is asked for."""
         for part, here, there in self._within(own):
-            yield Reach(here, part.open(write), part.end - part.begin, there)
+            yield TierOverlap(here, part.open(write), part.end - part.begin, there)
 
-    def _within(self, own: slice) -> Iterator[tuple[Part, slice, slice]]:
+    def _within(self, own: slice) -> Iterator[tuple[TierRange, slice, slice]]:
         """Yield each part of a range: as a slice of the range, and of the part."""
         for part in self._parts:
-            begin, end = overlap((own.start, own.stop), (part.begin, part.end))
+            begin, end = intersect_ranges((own.start, own.stop), (part.begin, part.end))
             if begin < end:
                 yield part, slice(begin - own.start, end - own.start), slice(begin - part.begin, end - part.begin)
 
-    def later(self, own: slice, snapshot: Snapshot, *, signed: bool = True, raw: bool = False) -> Later:
+    def later(self, own: slice, snapshot: StateSnapshot, *, signed: bool = True, raw: bool = False) -> Later:
         """Return a range as it is now, for later: as float32, maybe a copy; of codes one that begins with a block.
 
         Args:
@@ -92,7 +92,7 @@ class Spread:
             return snapshot.copied(self._one[own])
 
         def read(stored: Tensor, numel: int, there: slice) -> Tensor:
-            return stored[there].clone() if raw else storage.read(stored, numel, there, signed=signed)
+            return stored[there].clone() if raw else storage.read_moment(stored, numel, there, signed=signed)
 
         found: list[tuple[slice, Later]] = []
         for part, here, there in self._within(own):
@@ -100,14 +100,14 @@ class Spread:
             if kept is None:
                 found.append((here, snapshot.copied(read(part.open(False), numel, there))))
             else:
-                found.append((here, partial(_released, kept, read, numel, there)))
-        return partial(_joined, own.stop - own.start, found)
+                found.append((here, partial(_read_and_release, kept, read, numel, there)))
+        return partial(_join_ranges, own.stop - own.start, found)
 
     def write(self, own: slice, values: Tensor, *, signed: bool = True) -> None:
         """Replace a range, whole blocks but for its end, by float32 ``values``: what :meth:`later` gave comes back."""
         for reach in self.over(own, write=True):
             mine = values[reach.here].to(reach.stored.device)
-            storage.write(mine, reach.stored, reach.numel, reach.there, signed=signed)
+            storage.write_moment(mine, reach.stored, reach.numel, reach.there, signed=signed)
 
     def raw(self, own: slice) -> Tensor:
         """Return a range as it is stored, where that is not in codes; maybe a copy."""
@@ -140,14 +140,14 @@ class Spread:
             part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)
 
 
-def _released(kept: Kept, read: Callable[[Tensor, int, slice], Tensor], numel: int, there: slice) -> Tensor:
+def _read_and_release(kept: KeptPart, read: Callable[[Tensor, int, slice], Tensor], numel: int, there: slice) -> Tensor:
     """Return what a kept part has of a range, and let it go."""
     values = read(kept.read(), numel, there)
     kept.release()
     return values
 
 
-def _joined(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
+def _join_ranges(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
     """Return [numel], on the device of the first of its parts."""
     found = torch.empty(0)
     for here, later in parts:
@@ -163,6 +163,6 @@ def _joined(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
 def copy_rounded(values: Tensor, target: Tensor) -> None:
     """Copy ``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
     if target.dtype == torch.bfloat16:
-        ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
+        ops.cast(materialize_lazy(values.to(target.device, torch.float32)), target, rounding="away")
     else:
         target.copy_(values)

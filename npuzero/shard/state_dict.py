@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from npuzero.comm.calls import collective
-from npuzero.config import strict_word
-from npuzero.errors import CheckpointError, StateError, differing_names
-from npuzero.shard.cuts import assembled, portion_of, whole_shape
+from npuzero.comm.calls import collective_call
+from npuzero.config import explain_strict_refusal
+from npuzero.errors import CheckpointError, StateError, describe_differing_names
+from npuzero.shard.cuts import full_tensor_shape, gather_full_tensor, get_portion
 from npuzero.shard.engine import Engine
-from npuzero.shard.everyone import Line, agree, in_order, of_stages
-from npuzero.shard.extra import is_extra, set_extra
+from npuzero.shard.everyone import StageRelay, exchange_or_raise, merge_state_names, pick_per_stage
+from npuzero.shard.extra import is_extra_state, load_extra_state
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.repeated import check_repeated
+from npuzero.shard.repeated import check_replicated
 from npuzero.shard.tiles import TiledTensor
 
 
 @contextlib.contextmanager
-def given(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+def override_state_dict(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Have ``state_dict()`` of any module in a sharded ``model`` take what ``state`` has from it, inside.
 
     For libraries that are handed the gathered state, and ask a module for its own beside it.
@@ -41,14 +41,14 @@ def given(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
             parameter.__dict__.pop("_npuzero_given", None)
 
 
-def attach(engine: Engine, model: nn.Module) -> None:
+def attach_engine(engine: Engine, model: nn.Module) -> None:
     """Make ``engine`` the model's; refuse torch's own ``load_state_dict``, or let masters follow it."""
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
 
 
-@collective("full_state_dict")
+@collective_call("full_state_dict")
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Return ``model.state_dict()`` as a plain model would: unsharded tensors on the CPU, by name. Collective.
 
@@ -69,17 +69,19 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
             torch.save(state, "model.pt")
     """
     engine = engine_of(model)
-    check_repeated(engine, "npuzero.full_state_dict")
-    line = Line(engine.mesh, to_all=not rank0_only)
-    here = _contents(model, engine)
+    check_replicated(engine, "npuzero.full_state_dict")
+    line = StageRelay(engine.mesh, to_all=not rank0_only)
+    here = _stage_contents(model, engine)
     stages = [(here.names, here.members)]
     if line.many:
-        stages = _contents_of_stages(engine, line, here)
+        stages = _exchange_contents(engine, line, here)
     found: dict[str, dict[int, Any]] = {}  # of each name its value, or its tiles by number
     seen: set[str] = set()
     for stage, (names, members) in enumerate(stages):
         fresh = [member for member in members if seen.isdisjoint(member.names)]
-        for member, value in _given(engine, line, here, fresh) if stage == line.stage else _taken(line, stage, fresh):
+        for member, value in (
+            _give_members(engine, line, here, fresh) if stage == line.stage else _take_members(line, stage, fresh)
+        ):
             for name in member.names:
                 found.setdefault(name, {})[member.tile] = value
         for member in members if line.takes else ():  # names that only this stage has for what an earlier one has, too
@@ -88,11 +90,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         seen.update(names)
     if not line.takes:
         return {}
-    order = in_order(name for names, _ in stages for name in names) if line.many else here.names
-    return {name: _joined(found[name]) for name in order}
+    order = merge_state_names(name for names, _ in stages for name in names) if line.many else here.names
+    return {name: _join_tiles(found[name]) for name in order}
 
 
-class _Member(NamedTuple):
+class _StateMember(NamedTuple):
     """Describe what is moved at once: a tensor of the state dict, a tile of one, or a module's extra state.
 
     Attributes:
@@ -108,7 +110,7 @@ class _Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Contents:
+class _StageContents:
     """Hold what a stage has of the state dict.
 
     Attributes:
@@ -118,15 +120,15 @@ class _Contents:
     """
 
     names: list[str]
-    parameters: dict[int, _Member]
-    others: list[tuple[_Member, Any]]
+    parameters: dict[int, _StateMember]
+    others: list[tuple[_StateMember, Any]]
 
     @property
-    def members(self) -> list[_Member]:
+    def members(self) -> list[_StateMember]:
         return [*self.parameters.values(), *(member for member, _ in self.others)]
 
 
-def _contents(model: nn.Module, engine: Engine) -> _Contents:
+def _stage_contents(model: nn.Module, engine: Engine) -> _StageContents:
     named = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = defaultdict(list)  # by parameter, so that tied names share one copy
     tiles: dict[int, int] = {}
@@ -137,38 +139,49 @@ def _contents(model: nn.Module, engine: Engine) -> _Contents:
             tiles[id(each)] = i
             values[id(each)] = each
     parameters = {
-        id(p): _Member(tuple(names[id(p)]), _word(p), tuple(whole_shape(p)), tiles[id(p)])
+        id(p): _StateMember(tuple(names[id(p)]), _dtype_name(p), tuple(full_tensor_shape(p)), tiles[id(p)])
         for unit in engine.units
         for p in unit.parameters()
         if id(p) in names
     }
     others = [
-        (_Member(tuple(names[key]), *((_word(each), tuple(each.shape)) if isinstance(each, Tensor) else ())), each)
+        (
+            _StateMember(
+                tuple(names[key]), *((_dtype_name(each), tuple(each.shape)) if isinstance(each, Tensor) else ())
+            ),
+            each,
+        )
         for key, each in values.items()
         if key not in parameters
     ]
-    return _Contents(list(named), parameters, others)
+    return _StageContents(list(named), parameters, others)
 
 
-def _word(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _contents_of_stages(engine: Engine, line: Line, here: _Contents) -> list[tuple[list[str], list[_Member]]]:
+def _exchange_contents(
+    engine: Engine, line: StageRelay, here: _StageContents
+) -> list[tuple[list[str], list[_StateMember]]]:
     """Return the names and members that each stage has. Collective."""
     problem: Exception | None = None
     try:
         engine.values.check_here()
     except StateError as error:
         problem = error
-    said = agree(engine.mesh.world, "full_state_dict", problem, [here.names, here.members] if line.first else None)
+    said = exchange_or_raise(
+        engine.mesh.world, "full_state_dict", problem, [here.names, here.members] if line.first else None
+    )
     return [
-        (names, [_Member(tuple(its), dtype, tuple(shape), tile) for its, dtype, shape, tile in members])
-        for names, members in of_stages(engine.mesh, said)
+        (names, [_StateMember(tuple(its), dtype, tuple(shape), tile) for its, dtype, shape, tile in members])
+        for names, members in pick_per_stage(engine.mesh, said)
     ]
 
 
-def _given(engine: Engine, line: Line, here: _Contents, fresh: Sequence[_Member]) -> Iterator[tuple[_Member, Any]]:
+def _give_members(
+    engine: Engine, line: StageRelay, here: _StageContents, fresh: Sequence[_StateMember]
+) -> Iterator[tuple[_StateMember, Any]]:
     """Yield what of this stage is ``fresh``, where it is taken, and give it to other stages. Collective.
 
     At most one unit is gathered at a time.
@@ -178,8 +191,8 @@ def _given(engine: Engine, line: Line, here: _Contents, fresh: Sequence[_Member]
         with engine.values.whole(unit):
             for parameter in unit.parameters():
                 member = here.parameters.get(id(parameter))
-                if member in chosen and (wanted or portion_of(parameter) is not None):
-                    whole = _whole_copy(engine, parameter)
+                if member in chosen and (wanted or get_portion(parameter) is not None):
+                    whole = _unsharded_copy(engine, parameter)
                     line.give(whole)
                     if line.takes:
                         yield member, whole
@@ -187,12 +200,12 @@ def _given(engine: Engine, line: Line, here: _Contents, fresh: Sequence[_Member]
         if member in chosen and wanted:
             whole = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
             if line.gives:
-                _give_other(line, whole)
+                _give_object(line, whole)
             if line.takes:
                 yield member, whole
 
 
-def _give_other(line: Line, value: Any) -> None:
+def _give_object(line: StageRelay, value: Any) -> None:
     if isinstance(value, Tensor):
         line.give(value)
         return
@@ -201,7 +214,7 @@ def _give_other(line: Line, value: Any) -> None:
     line.give(raw)
 
 
-def _taken(line: Line, stage: int, fresh: Sequence[_Member]) -> Iterator[tuple[_Member, Any]]:
+def _take_members(line: StageRelay, stage: int, fresh: Sequence[_StateMember]) -> Iterator[tuple[_StateMember, Any]]:
     """Yield what another stage gives, where it is taken."""
     for member in fresh if line.takes else ():
         if member.dtype:
@@ -211,19 +224,19 @@ def _taken(line: Line, stage: int, fresh: Sequence[_Member]) -> Iterator[tuple[_
             yield member, pickle.loads(line.take(stage, torch.uint8, (length,)).numpy().tobytes())
 
 
-def _whole_copy(engine: Engine, parameter: Tensor) -> Tensor:
+def _unsharded_copy(engine: Engine, parameter: Tensor) -> Tensor:
     """Return a copy on the CPU of a parameter that is unsharded; collective where it is cut."""
-    portion = portion_of(parameter)
+    portion = get_portion(parameter)
     if portion is None:
         return parameter.detach().to("cpu", copy=True)
-    return assembled(portion, engine.mesh, parameter.detach().cpu())
+    return gather_full_tensor(portion, engine.mesh, parameter.detach().cpu())
 
 
-def _joined(tiles: Mapping[int, Any]) -> Any:
+def _join_tiles(tiles: Mapping[int, Any]) -> Any:
     return tiles[0] if len(tiles) == 1 else torch.cat([tiles[i] for i in sorted(tiles)])
 
 
-@collective("load_full_state_dict")
+@collective_call("load_full_state_dict")
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
@@ -245,21 +258,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         npuzero.load_full_state_dict(model, state)
     """
     engine = engine_of(model)
-    line = Line(engine.mesh)
+    line = StageRelay(engine.mesh)
     named = model.state_dict(keep_vars=True)
     stages: list[dict[str, tuple[int, ...] | None]] = [
-        {name: None if is_extra(name) else tuple(whole_shape(tensor)) for name, tensor in named.items()}
+        {name: None if is_extra_state(name) else tuple(full_tensor_shape(tensor)) for name, tensor in named.items()}
     ]
     if line.many:
-        stages = of_stages(engine.mesh, engine.mesh.world.exchange(stages[0] if line.first else None))
+        stages = pick_per_stage(engine.mesh, engine.mesh.world.exchange(stages[0] if line.first else None))
     shapes = {name: shape for stage in stages for name, shape in stage.items()}
     if not strict and isinstance(state, Mapping):
         shapes = {name: shape for name, shape in shapes.items() if name in state}
         state = {name: state[name] for name in shapes}
         stages = [{name: shape for name, shape in stage.items() if name in shapes} for stage in stages]
         named = {name: tensor for name, tensor in named.items() if name in shapes}
-    problem = _misfit(shapes, state)
-    kinds = None if problem or not line.many else {n: _word(v) for n, v in state.items() if isinstance(v, Tensor)}
+    problem = _load_mismatch_error(shapes, state)
+    kinds = None if problem or not line.many else {n: _dtype_name(v) for n, v in state.items() if isinstance(v, Tensor)}
     # Before anything is written: a rank that raised alone would leave the others waiting, with half of the values.
     names = None if strict else sorted(shapes)
     said = engine.mesh.world.exchange([problem and str(problem), kinds if engine.mesh.world.rank == 0 else None, names])
@@ -267,7 +280,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         raise problem
     for rank, (other, _, its) in enumerate(said):
         if other is None and its != said[0][2]:
-            other = differing_names(sorted({*said[0][2]} - {*its}), sorted({*its} - {*said[0][2]}))
+            other = describe_differing_names(sorted({*said[0][2]} - {*its}), sorted({*its} - {*said[0][2]}))
         if other is not None:
             raise CheckpointError(
                 "load_full_state_dict",
@@ -277,7 +290,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
                 rank=rank,
             )
     if line.many and line.first:
-        state = {**state, **_from_rank_0(line, stages, state, said[0][1])}
+        state = {**state, **_receive_from_rank0(line, stages, state, said[0][1])}
     values: dict[int, Any] = {}
     for name, tensor in named.items():
         tiles = tensor.by_tile(state[name]) if isinstance(tensor, TiledTensor) else [(tensor, state[name])]
@@ -285,17 +298,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     if not strict:
         engine.apply_pending()  # what stays as it is keeps its update
     engine.values.load(values)
-    buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
+    buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra_state(n))}
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(state[name])
         engine.values.share(buffers.values())
-    for name in filter(is_extra, named):
-        set_extra(model, name, state[name])
+    for name in filter(is_extra_state, named):
+        load_extra_state(model, name, state[name])
 
 
-def _from_rank_0(
-    line: Line,
+def _receive_from_rank0(
+    line: StageRelay,
     stages: Sequence[Mapping[str, Sequence[int] | None]],
     state: Mapping[str, Any],
     dtypes: Mapping[str, str],
@@ -310,7 +323,7 @@ def _from_rank_0(
     return {}
 
 
-def _misfit(shapes: Mapping[str, Sequence[int] | None], state: object) -> CheckpointError | None:
+def _load_mismatch_error(shapes: Mapping[str, Sequence[int] | None], state: object) -> CheckpointError | None:
     """Return why ``state`` cannot be loaded into tensors of these shapes (None: no tensor); None if it can."""
     do = "Load a state of the same model, as npuzero.full_state_dict gives it."
     if not isinstance(state, Mapping):
@@ -322,7 +335,7 @@ def _misfit(shapes: Mapping[str, Sequence[int] | None], state: object) -> Checkp
         return CheckpointError(
             "load_full_state_dict",
             expected="the names of model.state_dict()",
-            got=differing_names(missing, unknown),
+            got=describe_differing_names(missing, unknown),
             do=do,
             missing=missing,
             unknown=unknown,
@@ -348,7 +361,7 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
     """
     engine = engine_of(model)
     engine.values.check_here()
-    cut = any(portion_of(parameter) for unit in engine.units for parameter in unit.parameters())
+    cut = any(get_portion(parameter) for unit in engine.units for parameter in unit.parameters())
     guarded = cut or any(unit.guarded for unit in engine.units)
     if guarded or metadata.get("assign_to_params_buffers"):
         raise StateError(
@@ -359,7 +372,7 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
             else "assign=True, which would put others in their place",
             do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
             "npuzero.full_state_dict is the way out."
-            + (strict_word(engine.world.size, any(unit.strict for unit in engine.units)) if guarded else ""),
+            + (explain_strict_refusal(engine.world.size, any(unit.strict for unit in engine.units)) if guarded else ""),
         )
 
 

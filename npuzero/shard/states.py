@@ -43,7 +43,7 @@ MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
 _State = TypeVar("_State", ParameterState, GradientState)
 
 
-def moved(subject: str, now: _State, to: _State) -> _State:
+def check_transition(subject: str, now: _State, to: _State) -> _State:
     """Return ``to``, if the life-cycle lets it follow ``now``; else raise a StateError naming both."""
     if to is not now and to not in MOVES[now]:
         allowed = ", ".join(state.name for state in MOVES[now])

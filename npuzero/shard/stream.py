@@ -33,18 +33,18 @@ import torch
 from torch import Tensor
 
 from npuzero import observe
-from npuzero.comm.fork import door
-from npuzero.device import Handle, HostLane
+from npuzero.comm.fork import make_fork_check
+from npuzero.device import AsyncHandle, HostLane
 from npuzero.errors import NpuZeroError, StateError
-from npuzero.memory import Mover, Ring, Spaces
+from npuzero.memory import BufferRing, HostCopier, MemorySpaces
 from npuzero.plan import FROM_DISK, RING_SLOTS, TO_DISK, Memory
-from npuzero.shard.bank import Bank, Views
-from npuzero.shard.chunks import Chunk, Piece
-from npuzero.shard.flat import AHEAD, PARAMETERS, Flat
+from npuzero.shard.bank import StateStore, Views
+from npuzero.shard.chunks import ShardPiece, UpdateChunk
+from npuzero.shard.flat import AHEAD, PARAMETERS, FlatParameter
 from npuzero.shard.unit import Unit
 
 
-class Staged(NamedTuple):
+class StagedChunk(NamedTuple):
     """Hold what the update of a piece reads and writes, all of it where the update runs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Staged(NamedTuple):
         states: as they are stored, by name.
     """
 
-    piece: Piece
+    piece: ShardPiece
     gradient: Tensor
     parameter: Tensor
     states: Mapping[str, Tensor]
@@ -69,9 +69,9 @@ class Staged(NamedTuple):
         return self.parameter if "master" in self.states else None
 
 
-class Numbers(NamedTuple):
-    """Hold what the device has computed for an update, as :meth:`npuzero.ops.Line.update` takes it: copies, where the
-    update runs.
+class UpdateScalars(NamedTuple):
+    """Hold what the device has computed for an update, as :meth:`npuzero.ops.AdamLine.update` takes it: copies, where
+    the update runs.
     """
 
     scale: Tensor
@@ -80,29 +80,29 @@ class Numbers(NamedTuple):
 
 
 #: Updates pieces that are on the host, all of one chunk.
-Launch = Callable[[Sequence[Staged], Numbers], None]
+Launch = Callable[[Sequence[StagedChunk], UpdateScalars], None]
 
 
 @dataclass
-class _Job:
+class _UpdateJob:
     """Run one update, on the lane; it knows nothing of the stream, which may be gone before it ends.
 
     What the program adds to it (chunks that are ready, gradients of their flats) is there before a turn is queued.
     """
 
-    chunks: Sequence[Chunk]
-    banks: Sequence[Bank]
-    staging: Sequence[Ring]  # of gradients, of parameters
-    mover: Mover
+    chunks: Sequence[UpdateChunk]
+    banks: Sequence[StateStore]
+    staging: Sequence[BufferRing]  # of gradients, of parameters
+    mover: HostCopier
     on_device: bool
     lag: bool
-    numbers: Numbers
+    numbers: UpdateScalars
     skip: Tensor | None  # of the numbers, on the host
-    taken: Sequence[Handle]  # of the numbers
+    taken: Sequence[AsyncHandle]  # of the numbers
     launch: Launch
     rank: int
     threads: int
-    gradients: dict[Flat, Tensor] = field(default_factory=dict)  # of the flats that are updated
+    gradients: dict[FlatParameter, Tensor] = field(default_factory=dict)  # of the flats that are updated
     ready: PriorityQueue[int] = field(default_factory=PriorityQueue)  # chunks that have no turn yet
     order: list[int] = field(default_factory=list)  # of chunks, so far: the place of one is its turn
     updated: set[int] = field(default_factory=set)  # chunks
@@ -110,9 +110,9 @@ class _Job:
     closed: bool = False  # no more are to come
     failed: BaseException | None = None
     # By turn: what is on its way to the host, and back.
-    begun: dict[int, tuple[list[Staged], list[Handle]]] = field(default_factory=dict)
-    storing: dict[int, list[Handle]] = field(default_factory=dict)
-    read: dict[int, list[Bank]] = field(default_factory=dict)  # for the first turns, one for each slot of a ring
+    begun: dict[int, tuple[list[StagedChunk], list[AsyncHandle]]] = field(default_factory=dict)
+    storing: dict[int, list[AsyncHandle]] = field(default_factory=dict)
+    read: dict[int, list[StateStore]] = field(default_factory=dict)  # for the first turns, one for each slot of a ring
 
     def run(self, turn: int) -> None:
         """Update the next chunk, once those before it are."""
@@ -150,7 +150,7 @@ class _Job:
         if isinstance(error, NpuZeroError):
             self.failed = error
             raise error
-        self.failed = _broken(error)
+        self.failed = _broken_update_error(error)
         raise self.failed from error
 
     def _run(self, turn: int) -> None:
@@ -173,14 +173,18 @@ class _Job:
             return
         states = [bank.views(k, turn) for bank in self.banks]
         number = {id(piece.flat): i for i, piece in enumerate(self.chunks[k].pieces)}
-        whole = [_completed(each, [views[number[id(each.piece.flat)]] for views in states]) for each in staged]
+        whole = [_add_stored_states(each, [views[number[id(each.piece.flat)]] for views in states]) for each in staged]
         self._launch(whole)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[turn] = [bank.store(k, turn) for bank in self.banks]
-        for arrived in [] if self._in_place else [self._to_device(each) for each in staged if not _here(each.piece)]:
+        for arrived in (
+            []
+            if self._in_place
+            else [self._to_device(each) for each in staged if not _parameters_offloaded(each.piece)]
+        ):
             arrived.wait()
 
-    def _launch(self, staged: Sequence[Staged]) -> None:
+    def _launch(self, staged: Sequence[StagedChunk]) -> None:
         if not self.on_device:
             self.launch(staged, self.numbers)
             return
@@ -202,7 +206,7 @@ class _Job:
             handle.wait()
         return self.skip is not None and self.skip.item() != 0
 
-    def _begin(self, turn: int) -> tuple[list[Staged], list[Handle]]:
+    def _begin(self, turn: int) -> tuple[list[StagedChunk], list[AsyncHandle]]:
         """Choose the chunk of a turn, and begin to bring it to the host, all of it that is updated."""
         if turn >= RING_SLOTS:
             self._stored(turn - RING_SLOTS)
@@ -210,8 +214,8 @@ class _Job:
         self.order.append(k)
         pieces = [piece for piece in self.chunks[k].pieces if piece.flat in self.gradients]
         if self._in_place:
-            staged = [Staged(piece, self._gradient(piece), _own(piece), {}) for piece in pieces]
-            handles: list[Handle] = []
+            staged = [StagedChunk(piece, self._gradient(piece), _own_parameters(piece), {}) for piece in pieces]
+            handles: list[AsyncHandle] = []
         else:
             staged, handles = self._stage(turn, pieces)
         if staged:
@@ -224,27 +228,31 @@ class _Job:
             handles += [each.piece.flat.gradient.kept.arrived for each in staged]
         return staged, handles
 
-    def _stage(self, turn: int, pieces: Sequence[Piece]) -> tuple[list[Staged], list[Handle]]:
+    def _stage(self, turn: int, pieces: Sequence[ShardPiece]) -> tuple[list[StagedChunk], list[AsyncHandle]]:
         """Begin to copy gradients and parameters of a chunk to the host."""
-        handles: list[Handle] = []
-        staged: list[Staged] = []
+        handles: list[AsyncHandle] = []
+        staged: list[StagedChunk] = []
         begins = [0, 0]
         for piece in pieces:
-            numel, own, gradient = piece.end - piece.begin, _own(piece), self._gradient(piece)
+            numel, own, gradient = piece.end - piece.begin, _own_parameters(piece), self._gradient(piece)
             if piece.flat.rests.gradients.memory is Memory.DEVICE:
-                slot = _cut(self.staging[0].slot(turn), begins, 0, numel, torch.float32)
+                slot = _take_elements(self.staging[0].slot(turn), begins, 0, numel, torch.float32)
                 handles.append(self.mover.to_host(slot, gradient))
                 gradient = slot
-            parameter = own if _here(piece) else _cut(self.staging[1].slot(turn), begins, 1, numel, own.dtype)
-            if piece.flat.masters != "fp32" and not _here(piece):
+            parameter = (
+                own
+                if _parameters_offloaded(piece)
+                else _take_elements(self.staging[1].slot(turn), begins, 1, numel, own.dtype)
+            )
+            if piece.flat.masters != "fp32" and not _parameters_offloaded(piece):
                 handles.append(self.mover.to_host(parameter, own))
-            staged.append(Staged(piece, gradient, parameter, {}))
+            staged.append(StagedChunk(piece, gradient, parameter, {}))
         return staged, handles
 
-    def _to_device(self, staged: Staged) -> Handle:
-        return self.mover.to_device(_own(staged.piece), staged.parameter)
+    def _to_device(self, staged: StagedChunk) -> AsyncHandle:
+        return self.mover.to_device(_own_parameters(staged.piece), staged.parameter)
 
-    def _gradient(self, piece: Piece) -> Tensor:
+    def _gradient(self, piece: ShardPiece) -> Tensor:
         return self.gradients[piece.flat][piece.begin : piece.end]
 
     def _stored(self, turn: int) -> None:
@@ -252,38 +260,38 @@ class _Job:
             handle.wait()
         self.storing.pop(turn, None)
 
-    def landing(self, k: int) -> Sequence[Handle]:
+    def landing(self, k: int) -> Sequence[AsyncHandle]:
         """Return what is on its way to where it rests, of a chunk that is updated; any thread may ask, and wait."""
         return self.storing.get(self.order.index(k), ()) if k in self.updated else ()
 
 
-def _own(piece: Piece) -> Tensor:
+def _own_parameters(piece: ShardPiece) -> Tensor:
     """Return own parameters of a piece; nothing where they rest on a disk, and come with the states."""
     if piece.flat.rests.parameters.memory is Memory.NVME:
         return torch.empty(0, dtype=piece.flat.dtype)
     return piece.flat.own_parameters[piece.begin : piece.end]
 
 
-def _here(piece: Piece) -> bool:
+def _parameters_offloaded(piece: ShardPiece) -> bool:
     """Return whether the parameters rest where they are updated."""
     return piece.flat.rests.parameters.far
 
 
-def _completed(staged: Staged, found: Sequence[Views]) -> Staged:
+def _add_stored_states(staged: StagedChunk, found: Sequence[Views]) -> StagedChunk:
     """Return a piece with its states, and parameters if banks have them: on a disk, or where updates are delayed."""
     states = {name: tensor for views in found for name, tensor in views.items()}
     parameter = states.pop(PARAMETERS, states.pop(AHEAD, staged.parameter))
     return staged._replace(parameter=parameter, states=states)
 
 
-def _cut(slot: Tensor, begins: list[int], which: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _take_elements(slot: Tensor, begins: list[int], which: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the next ``numel`` elements of a slot."""
     begin = begins[which]
     begins[which] += numel * dtype.itemsize
     return slot[begin : begins[which]].view(dtype)
 
 
-def _broken(error: BaseException) -> NpuZeroError:
+def _broken_update_error(error: BaseException) -> NpuZeroError:
     return StateError(
         "update of states that rest on the host",
         expected="to run to its end",
@@ -292,7 +300,7 @@ def _broken(error: BaseException) -> NpuZeroError:
     )
 
 
-def _unfinished() -> StateError:
+def _unfinished_update_error() -> StateError:
     """Return the error of who comes between an update that has begun inside backward, and the step that ends it."""
     return StateError(
         "an update that has begun inside backward (early=True)",
@@ -303,7 +311,7 @@ def _unfinished() -> StateError:
     )
 
 
-class Stream:
+class OffloadedUpdate:
     """Run the far part of a model's updates, one after the other.
 
     Args:
@@ -317,36 +325,36 @@ class Stream:
     def __init__(
         self,
         units: Sequence[Unit],
-        chunks: Sequence[Chunk],
-        spaces: Spaces,
+        chunks: Sequence[UpdateChunk],
+        spaces: MemorySpaces,
         *,
         overlap: bool,
         on_device: bool,
         lag: bool = False,
     ) -> None:
         self.chunks = chunks
-        self.mover = Mover(spaces[Memory.DEVICE].device)
+        self.mover = HostCopier(spaces[Memory.DEVICE].device)
         self._spaces = spaces
         self._overlap = overlap
         self._on_device = on_device
         self._lag = lag
-        self._staging: list[Ring] = []
+        self._staging: list[BufferRing] = []
         self._unit_of = {flat: unit.index for unit in units for flat in unit.trainable if flat.far}
         self._of: dict[int, list[int]] = {index: [] for index in self._unit_of.values()}  # the chunks with any of it
         for k, chunk in enumerate(chunks):
             for index in {self._unit_of[piece.flat] for piece in chunk.pieces}:
                 self._of[index].append(k)
         self._filed = {unit.index for unit in units if unit.plan.parameters.memory is Memory.NVME}
-        self._job: _Job | None = None  # until it was waited for to its end
+        self._job: _UpdateJob | None = None  # until it was waited for to its end
         self._queued: set[int] = set()  # chunks
-        self._turns: list[Handle] = []  # and the end
-        self._lane = HostLane("update", door("an update"))
+        self._turns: list[AsyncHandle] = []  # and the end
+        self._lane = HostLane("update", make_fork_check("an update"))
         weakref.finalize(self, self._lane.close, 0.0)
 
     def run(
         self,
-        flats: Collection[Flat],
-        banks: Sequence[Bank],
+        flats: Collection[FlatParameter],
+        banks: Sequence[StateStore],
         launch: Launch,
         scale: Tensor,
         skip: Tensor | None,
@@ -372,23 +380,23 @@ class Stream:
             self.quiet()
 
     def open(
-        self, banks: Sequence[Bank], launch: Launch, scale: Tensor, skip: Tensor | None, dynamic: Tensor | None
-    ) -> _Job:
+        self, banks: Sequence[StateStore], launch: Launch, scale: Tensor, skip: Tensor | None, dynamic: Tensor | None
+    ) -> _UpdateJob:
         """Prepare an update, whose flats come one by one (:meth:`add`) until :meth:`run` has the rest; nothing else is
         under way.
         """
         self._stage()
         self.mover.moved.clear()
-        there = Numbers(scale.clone(), *(None if other is None else other.clone() for other in (skip, dynamic)))
+        there = UpdateScalars(scale.clone(), *(None if other is None else other.clone() for other in (skip, dynamic)))
         self.mover.follow()
         numbers, taken = self._snapshot(scale, skip, dynamic)
         how = self._staging, self.mover, self._on_device, self._lag
         here = observe.current_rank(), torch.get_num_threads()
         used = there if self._on_device else numbers
-        self._job = _Job(self.chunks, banks, *how, used, numbers.skip, taken, launch, *here)
+        self._job = _UpdateJob(self.chunks, banks, *how, used, numbers.skip, taken, launch, *here)
         return self._job
 
-    def add(self, flat: Flat) -> None:
+    def add(self, flat: FlatParameter) -> None:
         """Update a flat, whose gradient is there, as soon as the other flats of its chunks are added, too."""
         assert self._job is not None
         gradients = self._job.gradients
@@ -398,13 +406,13 @@ class Stream:
             if k not in self._queued and all(piece.flat in gradients for piece in self.chunks[k].pieces):
                 self._queue(self._job, k)
 
-    def _snapshot(self, scale: Tensor, *others: Tensor | None) -> tuple[Numbers, list[Handle]]:
+    def _snapshot(self, scale: Tensor, *others: Tensor | None) -> tuple[UpdateScalars, list[AsyncHandle]]:
         copy, taken = self.mover.snapshot(scale)
         copies = [(None, None) if other is None else self.mover.snapshot(other) for other in others]
         handles = [taken, *(handle for _, handle in copies if handle is not None)]
-        return Numbers(copy, *(other for other, _ in copies)), handles
+        return UpdateScalars(copy, *(other for other, _ in copies)), handles
 
-    def _queue(self, job: _Job, k: int) -> None:
+    def _queue(self, job: _UpdateJob, k: int) -> None:
         turn = len(self._turns)
         self._queued.add(k)
         job.ready.put(k)
@@ -420,11 +428,15 @@ class Stream:
             for some in pieces
         )
         parameters = max(
-            sum((piece.end - piece.begin) * piece.flat.dtype.itemsize for piece in some if not _here(piece))
+            sum(
+                (piece.end - piece.begin) * piece.flat.dtype.itemsize
+                for piece in some
+                if not _parameters_offloaded(piece)
+            )
             for some in pieces
         )
         slots = min(RING_SLOTS, len(self.chunks))
-        self._staging = [Ring(self._spaces.host, nbytes, slots) for nbytes in (gradients, parameters)]
+        self._staging = [BufferRing(self._spaces.host, nbytes, slots) for nbytes in (gradients, parameters)]
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -455,7 +467,7 @@ class Stream:
         for handle in self._updates(unit):
             handle.wait()
 
-    def _updates(self, unit: Unit) -> Iterator[Handle]:
+    def _updates(self, unit: Unit) -> Iterator[AsyncHandle]:
         """Yield what is to be waited for until the parameters of ``unit`` are updated, one by one."""
         job, turns = self._job, self._turns
         if job is None or not self.has(unit):
@@ -479,7 +491,7 @@ class Stream:
         if self._job is not None:
             self.check()
             if self.waits:
-                raise _unfinished()
+                raise _unfinished_update_error()
             with observe.span("wait for update", ""):
                 self._turns[-1].wait()
             self._job = None

@@ -17,14 +17,14 @@ from torch.linalg import vector_norm
 from npuzero.ops.norm import norm_unchecked
 from npuzero.plan import PIPE, axes_over
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.flat import Flat
-from npuzero.shard.rest import Group
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.rest import RankGroup
 
 #: A flat and the number of a slot in it.
-Place = tuple[Flat, int]
+Place = tuple[FlatParameter, int]
 
 
-class Sums:
+class GradientSums:
     """Sum over the present gradients of one model: each element once, of all ranks.
 
     A rank adds up its own shards, and one collective adds up those of the ranks that own different elements. Where some
@@ -36,13 +36,13 @@ class Sums:
         flats: the trainable flats of the model.
     """
 
-    def __init__(self, flats: Sequence[Flat], mesh: CountingMesh, device: torch.device) -> None:
+    def __init__(self, flats: Sequence[FlatParameter], mesh: CountingMesh, device: torch.device) -> None:
         self._flats = flats
         self._device = device
         self._parts = torch.zeros(len(flats), 2, dtype=torch.float64, device=device)
         self._total: Tensor | None = None
-        self._owners = Group(mesh, axes_over((flat.rests.owners.axes for flat in flats), mesh.size((PIPE,))))
-        self._counted = {flat for flat in flats if _counts(flat.rests.owners, self._owners, mesh)}
+        self._owners = RankGroup(mesh, axes_over((flat.rests.owners.axes for flat in flats), mesh.size((PIPE,))))
+        self._counted = {flat for flat in flats if _is_first_owner(flat.rests.owners, self._owners, mesh)}
 
     def forget(self) -> None:
         """Drop the sums: the gradients have changed."""
@@ -53,7 +53,7 @@ class Sums:
         if self._total is None:
             for flat, part in zip(self._flats, self._parts, strict=True):
                 if flat in self._counted:  # the others' parts stay zero
-                    _sum_into(flat.own_gradient, part)
+                    _sum_squares_into(flat.own_gradient, part)
             self._total = self._over(self._parts.sum(0))
         return self._total
 
@@ -61,8 +61,8 @@ class Sums:
         """Return [2] float64: what :meth:`total` returns, of some slots; one that is given twice counts twice."""
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         part = torch.empty_like(total)
-        for own in own_ranges(place for place in places if place[0] in self._counted):
-            _sum_into(own, part)
+        for own in local_gradient_ranges(place for place in places if place[0] in self._counted):
+            _sum_squares_into(own, part)
             total += part
         return self._over(total)
 
@@ -73,9 +73,9 @@ class Sums:
         if places is None:
             shards = [flat.own_gradient for flat in self._flats if flat in self._counted]
         else:
-            shards = own_ranges(place for place in places if place[0] in self._counted)
-        mine = [_norm(own, p).to(self._device) for own in shards if own.numel()]
-        return self._norm_of_parts(_norm(torch.stack(mine) if mine else self._parts.new_empty(0), p), p)
+            shards = local_gradient_ranges(place for place in places if place[0] in self._counted)
+        mine = [_vector_norm(own, p).to(self._device) for own in shards if own.numel()]
+        return self._norm_of_parts(_vector_norm(torch.stack(mine) if mine else self._parts.new_empty(0), p), p)
 
     def norms(self, places: Sequence[Place | None], p: float) -> Tensor:
         """Return [n] float64: the p-norm of each of ``n`` slots, by one collective; None: a slot of another stage."""
@@ -83,7 +83,7 @@ class Sums:
         for n, place in enumerate(places):
             if place is not None and place[0] in self._counted:
                 flat, i = place
-                mine[n] = _norm(flat.own_gradient[flat.own_slots[i]], p)
+                mine[n] = _vector_norm(flat.own_gradient[flat.own_slots[i]], p)
         return self._norm_of_parts(mine, p)
 
     def _norm_of_parts(self, mine: Tensor, p: float) -> Tensor:
@@ -99,9 +99,9 @@ class Sums:
         return sums
 
 
-def own_ranges(places: Iterable[Place]) -> list[Tensor]:
+def local_gradient_ranges(places: Iterable[Place]) -> list[Tensor]:
     """Return this rank's parts of the gradients of some slots; neighbors without a gap between them as one."""
-    ranges: list[tuple[Flat, int, int]] = []
+    ranges: list[tuple[FlatParameter, int, int]] = []
     for flat, i in places:
         own = flat.own_slots[i]
         if own.start == own.stop:
@@ -113,7 +113,7 @@ def own_ranges(places: Iterable[Place]) -> list[Tensor]:
     return [flat.own_gradient[begin:end] for flat, begin, end in ranges]
 
 
-def _sum_into(values: Tensor, out: Tensor) -> None:
+def _sum_squares_into(values: Tensor, out: Tensor) -> None:
     """Write the sum of squares and the number of non-finite elements of ``values`` into ``out``, wherever each lies."""
     here = out if out.device == values.device else torch.empty(2, dtype=out.dtype, device=values.device)
     norm_unchecked(values, here)
@@ -121,12 +121,12 @@ def _sum_into(values: Tensor, out: Tensor) -> None:
         out.copy_(here)
 
 
-def _counts(owners: Group, everyone: Group, mesh: CountingMesh) -> bool:
+def _is_first_owner(owners: RankGroup, everyone: RankGroup, mesh: CountingMesh) -> bool:
     """Return whether this rank is the first of those that own the same elements, among ``everyone``."""
     return mesh.index(tuple(axis for axis in everyone.axes if axis not in owners.axes)) == 0
 
 
-def _norm(values: Tensor, p: float) -> Tensor:
+def _vector_norm(values: Tensor, p: float) -> Tensor:
     """Return the p-norm, () float64; 0 of nothing, of which torch has no largest."""
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)

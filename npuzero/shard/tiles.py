@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from npuzero.config import describe
-from npuzero.errors import ConfigError, StateError, did_you_mean, keywords
+from npuzero.config import describe_value
+from npuzero.errors import ConfigError, StateError, did_you_mean, refuse_unknown_keywords
 
 #: A model stays what it is to a type checker, too.
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,7 +70,7 @@ class TiledTensor(Tensor):
         yield from zip(self.tiles, whole.split([tile.shape[0] for tile in self.tiles]), strict=True)
 
 
-class Tile(nn.Linear):
+class LinearTile(nn.Linear):
     """Hold some rows of a Linear. A state dict has them under the names of the whole."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -148,7 +148,7 @@ class TiledLinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """Describe what a tile's parameter is of a tensor in the state dict.
 
     Attributes:
@@ -166,7 +166,7 @@ class Rows:
         return self.first * self.shape[1:].numel()
 
 
-def rows_of(model: nn.Module) -> dict[str, Rows]:
+def find_tile_rows(model: nn.Module) -> dict[str, TileRows]:
     """Return, for each tile's parameter of ``model`` by its name, what it is of which tensor."""
     found = {}
     for path, module in model.named_modules():
@@ -175,11 +175,11 @@ def rows_of(model: nn.Module) -> dict[str, Rows]:
             for kind, tensor in module.wholes():
                 ends = itertools.accumulate((tile.shape[0] for tile in tensor.tiles), initial=0)
                 for i, (first, _) in enumerate(zip(ends, tensor.tiles, strict=False)):
-                    found[f"{prefix}tiles.{i}.{kind}"] = Rows(prefix + kind, tensor.shape, first)
+                    found[f"{prefix}tiles.{i}.{kind}"] = TileRows(prefix + kind, tensor.shape, first)
     return found
 
 
-@keywords()
+@refuse_unknown_keywords()
 def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
     """Divide Linear layers of ``model`` into tiles that are units of their own, in place, and return it.
 
@@ -207,10 +207,14 @@ def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
         model = npuzero.zero(net.to(world.device), stage=3)
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError("npuzero.tiled()", expected="an nn.Module", got=describe(model), do="Pass the model itself.")
+        raise ConfigError(
+            "npuzero.tiled()", expected="an nn.Module", got=describe_value(model), do="Pass the model itself."
+        )
     if not isinstance(tiles, Mapping) or not tiles:
         do = 'Give e.g. {"lm_head": 8}.'
-        raise ConfigError("npuzero.tiled(): tiles", expected="numbers of tiles by name", got=describe(tiles), do=do)
+        raise ConfigError(
+            "npuzero.tiled(): tiles", expected="numbers of tiles by name", got=describe_value(tiles), do=do
+        )
     if any("_npuzero_engine" in parameter.__dict__ for parameter in model.parameters()):
         raise StateError(
             "npuzero.tiled()",
@@ -220,19 +224,19 @@ def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
         )
     chosen: dict[str, tuple[nn.Linear, int]] = {}
     for pattern, count in tiles.items():  # all of it is looked at before any of it is divided
-        for path, module in _matched(model, pattern):
-            _check(model, path, module, count)
+        for path, module in _match_linears(model, pattern):
+            _check_tiling(model, path, module, count)
             _, other = chosen.setdefault(path, (module, count))
             if other != count:
                 do = "Let one pattern name it, or give both the same number."
                 got = f"{other} and {count} tiles"
                 raise ConfigError(f"npuzero.tiled(): {path}", expected="one number of tiles", got=got, do=do)
     for module, count in chosen.values():
-        _divide(module, count)
+        _divide_linear(module, count)
     return model
 
 
-def _matched(model: nn.Module, pattern: object) -> list[tuple[str, nn.Linear]]:
+def _match_linears(model: nn.Module, pattern: object) -> list[tuple[str, nn.Linear]]:
     linears = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
     found = [(path, module) for path, module in linears.items() if fnmatchcase(path, str(pattern))]
     if not found:
@@ -246,7 +250,7 @@ def _matched(model: nn.Module, pattern: object) -> list[tuple[str, nn.Linear]]:
     return found
 
 
-def _check(model: nn.Module, path: str, module: nn.Linear, count: object) -> None:
+def _check_tiling(model: nn.Module, path: str, module: nn.Linear, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= module.out_features:
         raise ConfigError(
             f"npuzero.tiled(): {path}",
@@ -265,18 +269,18 @@ def _check(model: nn.Module, path: str, module: nn.Linear, count: object) -> Non
         )
 
 
-def rows_in(rows: int, tiles: int) -> list[int]:
+def rows_per_tile(rows: int, tiles: int) -> list[int]:
     """Return how many of ``rows`` each of so many tiles has."""
     least, more = divmod(rows, tiles)
     return [least + (i < more) for i in range(tiles)]
 
 
-def _divide(module: nn.Linear, count: int) -> None:
+def _divide_linear(module: nn.Linear, count: int) -> None:
     if count == 1:
         return
     tiles, first = nn.ModuleList(), 0
-    for size in rows_in(module.out_features, count):
-        tile = Tile(module.in_features, size, bias=module.bias is not None, device="meta")
+    for size in rows_per_tile(module.out_features, count):
+        tile = LinearTile(module.in_features, size, bias=module.bias is not None, device="meta")
         for kind, whole in module.named_parameters(recurse=False):
             rows = nn.Parameter(whole.detach()[first : first + size], requires_grad=whole.requires_grad)
             rows.__dict__.update(whole.__dict__)  # what the program has noted there, such as no_decay

@@ -12,9 +12,9 @@ from npuzero.errors import StateError
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
-from npuzero.shard.flat import Flat
-from npuzero.shard.states import ParameterState, moved
-from npuzero.shard.tiles import Tile
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.states import ParameterState, check_transition
+from npuzero.shard.tiles import LinearTile
 
 
 class Unit:
@@ -30,13 +30,13 @@ class Unit:
         rounded: whether those that are here now have.
     """
 
-    def __init__(self, spec: UnitSpec, index: int, flats: list[Flat], plan: Plan) -> None:
+    def __init__(self, spec: UnitSpec, index: int, flats: list[FlatParameter], plan: Plan) -> None:
         self.name = spec.name
         self.index = index
         self.module = weakref.ref(spec.module)
         self.flats = flats
         self.plan = plan
-        self.tile = isinstance(spec.module, Tile)
+        self.tile = isinstance(spec.module, LinearTile)
         self.trainable = [flat for flat in flats if flat.trainable]
         bits = plan.precision.gather_bits
         self.thin = bits is not None and any(flat.rests.parameters.cut for flat in flats)
@@ -62,17 +62,17 @@ class Unit:
 
     def move(self, to: ParameterState) -> None:
         """Change the parameters' state, as their life-cycle allows."""
-        self.parameter_state = moved(f"parameters of unit {self.name!r}", self.parameter_state, to)
+        self.parameter_state = check_transition(f"parameters of unit {self.name!r}", self.parameter_state, to)
 
     def close(self) -> None:
         """Guard the parameters against reading."""
         for parameter in self.parameters():
-            guard.close(parameter)
+            guard.guard_parameter(parameter)
 
     def reopen(self) -> None:
         """Let the parameters be read, and watch writes into them."""
         for parameter in self.parameters():
-            guard.reopen(parameter)
+            guard.watch_parameter(parameter)
 
     def check_views(self, thoroughly: bool = False) -> None:
         """Check that every parameter is still a view of its flat: another engine around the model replaces the data.
@@ -91,7 +91,7 @@ class Unit:
                     if not thoroughly:
                         break
 
-    def _complain(self, flat: Flat, parameter: nn.Parameter) -> None:
+    def _complain(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
         slot = next(s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if p is parameter)
         raise StateError(
             f"parameter {slot.name}",

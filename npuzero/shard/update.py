@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from npuzero.memory import Transient
-from npuzero.shard.chunks import Chunk, Piece, chunks_of
-from npuzero.shard.flat import Flat
-from npuzero.shard.lag import Lag
-from npuzero.shard.restore import Restorer
-from npuzero.shard.stream import Stream
+from npuzero.memory import TransientBuffer
+from npuzero.shard.chunks import ShardPiece, UpdateChunk, divide_into_chunks
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.lag import DelayedUpdate
+from npuzero.shard.restore import UpdatedParameterGatherer
+from npuzero.shard.stream import OffloadedUpdate
 from npuzero.shard.unit import Unit
 
 
-class Update:
+class OptimizerUpdate:
     """Run the updates of one model, one after the other.
 
     Args:
@@ -43,7 +43,13 @@ class Update:
     """
 
     def __init__(
-        self, units: Sequence[Unit], restorer: Restorer, stream: Stream, lag: Lag, chunk_bytes: int, overlap: bool
+        self,
+        units: Sequence[Unit],
+        restorer: UpdatedParameterGatherer,
+        stream: OffloadedUpdate,
+        lag: DelayedUpdate,
+        chunk_bytes: int,
+        overlap: bool,
     ) -> None:
         self._units = units
         self._restorer = restorer
@@ -58,7 +64,9 @@ class Update:
         self._updated: frozenset[int] = frozenset()  # ids of the parameters that optimizers have had in this step
         self._left: set[int] = set()  # ids of those beside them that had a gradient
         self._holds = False  # units with any of these wait on, whoever finishes them
-        self._lent: dict[int, list[Transient]] = {}  # by unit, gradients to be released once its update has read them
+        self._lent: dict[
+            int, list[TransientBuffer]
+        ] = {}  # by unit, gradients to be released once its update has read them
 
     @contextlib.contextmanager
     def before_step(self, members: frozenset[int]) -> Iterator[None]:
@@ -81,7 +89,7 @@ class Update:
         finally:
             self._holds = before
 
-    def begin(self, members: frozenset[int], used: Mapping[Flat, Sequence[bool]]) -> None:
+    def begin(self, members: frozenset[int], used: Mapping[FlatParameter, Sequence[bool]]) -> None:
         """Prepare for an optimizer that writes masters and parameters: each unit with any of them has an R4 to come.
 
         Args:
@@ -107,15 +115,17 @@ class Update:
             self._sends.update(unit for unit, key in slots if key in members)
         self._waiting = deque(self._units)
 
-    def chunks(self, flats: Sequence[Flat], block_bytes: Callable[[Flat], int]) -> Iterator[Chunk]:
+    def chunks(
+        self, flats: Sequence[FlatParameter], block_bytes: Callable[[FlatParameter], int]
+    ) -> Iterator[UpdateChunk]:
         """Yield what is near of ``flats`` chunk by chunk; when the next one is asked for, the last one is updated.
 
         Args:
             flats: in order of their units.
             block_bytes: what MOMENT_BLOCK elements of a flat's masters and moments take.
         """
-        shards = [Piece(flat, 0, flat.rests.states.near) for flat in flats]
-        chunks = list(chunks_of(shards, block_bytes, self._chunk_bytes))
+        shards = [ShardPiece(flat, 0, flat.rests.states.near) for flat in flats]
+        chunks = list(divide_into_chunks(shards, block_bytes, self._chunk_bytes))
         for i, chunk in enumerate(chunks):
             self.begun = True
             yield chunk
@@ -149,7 +159,7 @@ class Update:
         if self._left:
             self._advance(-1)
 
-    def _restore_until(self, undone: Flat | None) -> None:
+    def _restore_until(self, undone: FlatParameter | None) -> None:
         """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
         while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):
             unit = self._waiting[0]
@@ -175,7 +185,9 @@ class Update:
     # -- what is far -----------------------------------------------------------------------------------------------
 
     def run_far(self, *task: Any) -> None:
-        """Begin to update what is far, as :meth:`Stream.run` does; from now on who needs a unit waits for it."""
+        """Begin to update what is far, as :meth:`OffloadedUpdate.run` does; from now on who needs a unit waits for
+        it.
+        """
         try:
             self.stream.run(*task)
         except BaseException:
@@ -241,7 +253,7 @@ class Update:
             self._restorer.before(self._units[-1])
         self.stream.quiet()
 
-    def lend(self, unit: Unit, memory: Transient) -> None:
+    def lend(self, unit: Unit, memory: TransientBuffer) -> None:
         """Release the memory of a gradient of ``unit``: at once, or when its update has been waited for."""
         if any(unit is waiting for waiting in self._waiting):
             self._lent.setdefault(unit.index, []).append(memory)

@@ -10,30 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.comm import World
-from npuzero.comm.calls import collective, torchs
-from npuzero.config import strict_word
+from npuzero.comm.calls import collective_call, find_torch_call
+from npuzero.config import explain_strict_refusal
 from npuzero.errors import StateError
-from npuzero.memory import Spaces, zeros
+from npuzero.memory import MemorySpaces, allocate_zeros
 from npuzero.plan import ENDS, STAGE
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.cuts import PIECE, assembled
+from npuzero.shard.cuts import PIECE, gather_full_tensor
 from npuzero.shard.discover import UnitSpec
-from npuzero.shard.flat import Flat
-from npuzero.shard.gather import Gatherer
-from npuzero.shard.gradient import forget_lost
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.gather import ParameterGatherer
+from npuzero.shard.gradient import drop_rounding_errors
 from npuzero.shard.guard import INSTEAD
-from npuzero.shard.lag import Lag
-from npuzero.shard.layout import overlap
-from npuzero.shard.origin import Origin
-from npuzero.shard.restore import Restorer
-from npuzero.shard.spread import Spread
+from npuzero.shard.lag import DelayedUpdate
+from npuzero.shard.layout import intersect_ranges
+from npuzero.shard.origin import InitialValues
+from npuzero.shard.restore import UpdatedParameterGatherer
+from npuzero.shard.spread import TieredTensor
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.wrappers import refuse_reader
-from npuzero.shard.writes import Writes, digests
+from npuzero.shard.writes import UserWrites, unit_digests
 
 
-def _instead(call: str) -> str:
+def _suggest_instead(call: str) -> str:
     """Return what to do in place of ``call``, a function of torch that read a parameter where it is sharded."""
     what = call.rpartition(".")[2]
     if what == "step":
@@ -47,7 +47,7 @@ def _instead(call: str) -> str:
     )
 
 
-class Values:
+class FullParameters:
     """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps.
 
     Attributes:
@@ -59,10 +59,10 @@ class Values:
         units: Sequence[Unit],
         world: World,
         mesh: CountingMesh,
-        gatherer: Gatherer,
-        restorer: Restorer,
-        writes: Writes,
-        lag: Lag,
+        gatherer: ParameterGatherer,
+        restorer: UpdatedParameterGatherer,
+        writes: UserWrites,
+        lag: DelayedUpdate,
     ) -> None:
         self._units = units
         self._world = world
@@ -80,9 +80,9 @@ class Values:
         self,
         model: nn.Module,
         specs: Sequence[UnitSpec],
-        origin: Origin,
-        spaces: Spaces,
-        far: Callable[[Flat, str], Spread],
+        origin: InitialValues,
+        spaces: MemorySpaces,
+        far: Callable[[FlatParameter, str], TieredTensor],
         claim: Callable[[Unit], None],
     ) -> None:
         """Move every parameter into its flat, with the values of ``origin``, and guard what is sharded.
@@ -111,7 +111,7 @@ class Values:
                 unit.close()
         self.share(model.buffers())
 
-    def _first_values(self, origin: Origin, flat: Flat) -> None:
+    def _first_values(self, origin: InitialValues, flat: FlatParameter) -> None:
         """Read stored slots where they rest, in pieces; take rank 0's values for the others."""
         values = [parameter.detach() for parameter in flat.parameters]
         if not any(origin.has(slot.name) for slot in flat.layout.slots):
@@ -121,28 +121,28 @@ class Values:
             if not origin.has(slot.name):
                 self._fill_slot(flat, i, values[i])
             else:
-                for start, stored in _stored(origin, flat, i):
+                for start, stored in _iter_stored_values(origin, flat, i):
                     flat.put(start, stored)
 
-    def _fill(self, flat: Flat, values: Sequence[Tensor]) -> None:
+    def _fill(self, flat: FlatParameter, values: Sequence[Tensor]) -> None:
         """Take whole tensors, one per slot, as the first rank has them. Collective."""
         if not any(flat.portions):
-            flat.fill(values, partial(_from_first, flat))
+            flat.fill(values, partial(_broadcast_from_first, flat))
             return
         for i, value in enumerate(values):
             self._fill_slot(flat, i, value)
 
-    def _fill_slot(self, flat: Flat, i: int, value: Tensor) -> None:
+    def _fill_slot(self, flat: FlatParameter, i: int, value: Tensor) -> None:
         portion, begin = flat.portions[i], flat.layout.slots[i].begin
         if portion is None:
             exact = value.reshape(-1).to(torch.float32, copy=True)
-            _from_first(flat, exact)
+            _broadcast_from_first(flat, exact)
             flat.put(begin, exact)
             return
         axes = (ENDS, *STAGE) if flat.rests.tied else STAGE
         everyone, mine = self._mesh.communicator(axes, "control"), value.reshape(-1)
         for block in portion.blocks(PIECE):
-            exact = zeros(block.end - block.begin, torch.float32, self._world.device)
+            exact = allocate_zeros(block.end - block.begin, torch.float32, self._world.device)
             if everyone.rank == 0:
                 exact.copy_(mine[block.begin : block.end])
             everyone.broadcast(exact, root=0, tag="weights").wait()
@@ -158,7 +158,7 @@ class Values:
         self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
-                forget_lost(flat.gradient)
+                drop_rounding_errors(flat.gradient)
             for flat in unit.flats:
                 given = {i: values[id(p)] for i, p in enumerate(flat.parameters) if id(p) in values}
                 if len(given) == len(flat.parameters):
@@ -193,7 +193,7 @@ class Values:
                 self._gatherer.release(unit)
 
     @contextlib.contextmanager
-    @collective("gathered")
+    @collective_call("gathered")
     def gathered(self, write: bool) -> Iterator[None]:
         """Unshard all units inside, on every rank; what is written there lasts. Collective.
 
@@ -206,7 +206,7 @@ class Values:
         with contextlib.ExitStack() as stack:
             for unit in self._units:
                 stack.enter_context(self.whole(unit))
-            before = {unit: digests(unit) for unit in self._units if write}
+            before = {unit: unit_digests(unit) for unit in self._units if write}
             self.opened += 1
             try:
                 yield
@@ -223,7 +223,7 @@ class Values:
         if not unit.guarded:
             self._restorer.finish(unit)
             return
-        call, line = torchs()
+        call, line = find_torch_call()
         refuse_reader(call)
         resting = unit.plan.parameters
         why = f"keeps it on {resting.memory.value}" if resting.far else "shards it over the ranks"
@@ -231,10 +231,10 @@ class Values:
             (call and f"{call} on ") + f"parameter {name}" + (line and f", called at {line}"),
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} {why})",
-            do=_instead(call) + strict_word(self._world.size, unit.strict),
+            do=_suggest_instead(call) + explain_strict_refusal(self._world.size, unit.strict),
         )
 
-    def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
+    def gather_states(self, flat: FlatParameter, own: Tensor | None) -> Tensor:
         """Return [n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank without)."""
         whole = torch.zeros(flat.layout.numel, device=self._world.device)
         shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own.to(whole.device)
@@ -244,14 +244,14 @@ class Values:
         communicator.all_gather(whole, shard, tag="optimizer state").wait()
         return whole
 
-    def whole_slot(self, flat: Flat, i: int, values: Tensor) -> Tensor:
+    def whole_slot(self, flat: FlatParameter, i: int, values: Tensor) -> Tensor:
         """Return the tensor that slot ``i`` is, or is a part of, among the unsharded ``values`` of its flat.
 
         Collective where it is cut.
         """
         slot, portion = flat.layout.slots[i], flat.portions[i]
         mine = values[slot.begin : slot.end].view(slot.shape)
-        return mine if portion is None else assembled(portion, self._mesh, mine)
+        return mine if portion is None else gather_full_tensor(portion, self._mesh, mine)
 
     def check_here(self) -> None:
         """Raise a StateError where the model's training state is absent."""
@@ -290,7 +290,7 @@ class Values:
         return bool(self._writes)
 
     def compare_written(self) -> None:
-        """Have all ranks compare what any of them wrote; see :meth:`Writes.compare`. Collective."""
+        """Have all ranks compare what any of them wrote; see :meth:`UserWrites.compare`. Collective."""
         self._writes.compare(self.whole)
 
     def refresh_masters(self) -> None:
@@ -298,7 +298,7 @@ class Values:
         self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
-                forget_lost(flat.gradient)
+                drop_rounding_errors(flat.gradient)
                 flat.refresh_master()
 
     def restore_parameters(self) -> None:
@@ -311,7 +311,7 @@ class Values:
         self._mesh.restored.update(counted)
 
 
-def _stored(origin: Origin, flat: Flat, i: int) -> Iterator[tuple[int, Tensor]]:
+def _iter_stored_values(origin: InitialValues, flat: FlatParameter, i: int) -> Iterator[tuple[int, Tensor]]:
     """Yield what is stored of slot ``i`` and rests here, in pieces: the element of the flat that a piece begins with,
     and its values.
 
@@ -319,20 +319,20 @@ def _stored(origin: Origin, flat: Flat, i: int) -> Iterator[tuple[int, Tensor]]:
     """
     slot, portion, rests = flat.layout.slots[i], flat.portions[i], flat.rests.parameters
     if portion is None:
-        begin, end = overlap((slot.begin, slot.end), rests.range)
+        begin, end = intersect_ranges((slot.begin, slot.end), rests.range)
         for start in range(begin, end, PIECE):
             stop = min(start + PIECE, end)
             yield start, origin.read(slot.name, start - slot.begin, stop - slot.begin)
         return
     for block in portion.blocks(PIECE):
         first, last = (slot.begin + at for at in portion.share_of(block))
-        begin, end = overlap((first, last), rests.range)
+        begin, end = intersect_ranges((first, last), rests.range)
         if begin < end and block.owner is None:
             yield first, portion.out_of(block, origin.read(slot.name, block.begin, block.end))
         elif begin < end:
             yield begin, origin.read(slot.name, block.begin + begin - first, block.begin + end - first)
 
 
-def _from_first(flat: Flat, whole: Tensor) -> None:
+def _broadcast_from_first(flat: FlatParameter, whole: Tensor) -> None:
     """Make unsharded values of ``flat`` what they are on the first rank that has the same elements. Collective."""
     flat.rests.alike.communicator("control").broadcast(whole, root=0, tag="weights").wait()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from npuzero.errors import StateError
-from npuzero.shard.guard import owned
+from npuzero.shard.guard import is_engine_parameter
 
 # What other engines are called by.
 _ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully_shard", DataParallel.__name__)
@@ -18,11 +18,11 @@ _ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully
 def refuse_wrappers() -> None:
     """Have the constructors of torch's engines for whole models say why not, before they do anything."""
     for engine in (DistributedDataParallel, DataParallel):
-        _guard(engine)
+        _guard_constructor(engine)
 
 
 @functools.cache
-def _guard(engine: type[nn.Module]) -> None:
+def _guard_constructor(engine: type[nn.Module]) -> None:
     """Put the question before ``engine``'s constructor, once.
 
     Nothing less does: without a process group DDP fails before it looks at the model, and on the CPU DataParallel only
@@ -34,8 +34,8 @@ def _guard(engine: type[nn.Module]) -> None:
     def init(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         left_out = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         named = module.named_parameters() if isinstance(module, nn.Module) else ()
-        if any(owned(parameter) for name, parameter in named if name not in left_out):
-            raise wrapped(engine.__name__)
+        if any(is_engine_parameter(parameter) for name, parameter in named if name not in left_out):
+            raise wrapped_model_error(engine.__name__)
         plain(self, module, *args, **kwargs)
 
     engine.__init__ = init  # type: ignore[method-assign]
@@ -44,18 +44,18 @@ def _guard(engine: type[nn.Module]) -> None:
 def check_unwrapped() -> None:
     """Raise a StateError within a forward of a DistributedDataParallel that was there before :func:`npuzero.zero`."""
     around = DistributedDataParallel._active_ddp_module
-    if around is not None and any(map(owned, around._module_parameters)):
-        raise wrapped()
+    if around is not None and any(map(is_engine_parameter, around._module_parameters)):
+        raise wrapped_model_error()
 
 
 def refuse_reader(call: str) -> None:
     """Raise StateError where ``call``, which reads a parameter of an engine, is another engine's constructor."""
     for engine in _ENGINES:
         if engine in call.split("."):
-            raise wrapped(engine)
+            raise wrapped_model_error(engine)
 
 
-def wrapped(engine: str = DistributedDataParallel.__name__) -> StateError:
+def wrapped_model_error(engine: str = DistributedDataParallel.__name__) -> StateError:
     return StateError(
         f"{engine} around a model made by npuzero.zero()",
         expected="the model as npuzero.zero() returned it: it averages the gradients of all ranks itself",

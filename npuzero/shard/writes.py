@@ -20,8 +20,8 @@ from torch import Tensor
 from npuzero.comm import World
 from npuzero.errors import StateError
 from npuzero.ops import storage
-from npuzero.shard.flat import Flat
-from npuzero.shard.lag import Lag
+from npuzero.shard.flat import FlatParameter
+from npuzero.shard.lag import DelayedUpdate
 from npuzero.shard.unit import Unit
 
 #: Elements whose digest is taken at once: they are widened to 8 bytes for it.
@@ -31,10 +31,10 @@ _PIECE = 2**20
 Digests = dict[str, list[int]]
 
 
-class Writes:
+class UserWrites:
     """Carry what was written into the units of a model, and keep it until the ranks have compared it."""
 
-    def __init__(self, units: Sequence[Unit], world: World, lag: Lag) -> None:
+    def __init__(self, units: Sequence[Unit], world: World, lag: DelayedUpdate) -> None:
         self._units = units
         self._world = world
         self._lag = lag
@@ -54,17 +54,17 @@ class Writes:
         """Carry whatever has changed in ``unit`` since it had the digests ``before``, whoever changed it."""
         for flat in unit.flats:
             flat.written()
-            slots = [i for i in flat.slots if before[_named(flat, i)] != _digest(flat, i)]
+            slots = [i for i in flat.slots if before[_slot_label(flat, i)] != _slot_digest(flat, i)]
             if slots:
                 self._take(unit, flat, slots)
 
     @torch.no_grad()
-    def _take(self, unit: Unit, flat: Flat, slots: list[int]) -> None:
+    def _take(self, unit: Unit, flat: FlatParameter, slots: list[int]) -> None:
         _check_rounded(unit, flat, slots)
         self._lag.check_write(flat)
         flat.take_written(slots)
         if self._world.size > 1:
-            self._written.setdefault(unit.index, {}).update(_digests(flat, slots))
+            self._written.setdefault(unit.index, {}).update(_slot_digests(flat, slots))
 
     def compare(self, whole: Callable[[Unit], AbstractContextManager[None]]) -> None:
         """Have all ranks compare what any of them wrote. Collective.
@@ -80,15 +80,17 @@ class Writes:
         for index in sorted({index for rank in said for index in rank}):
             unit = self._units[index]
             with whole(unit):
-                now = digests(unit)
+                now = unit_digests(unit)
             written = mine.get(index, {})
             # A rank that wrote says what; one that did not says what there is. Where parameters are sharded there may
             # be both: the rank's own writes, and the shards of others.
             claims = [written, now] if unit.guarded else [{**now, **written}]
-            _check(unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs])
+            _check_same_writes(
+                unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs]
+            )
 
 
-def _check_rounded(unit: Unit, flat: Flat, slots: Sequence[int]) -> None:
+def _check_rounded(unit: Unit, flat: FlatParameter, slots: Sequence[int]) -> None:
     """Raise where what a program wrote stands among values that were rounded on their way: those must never rest."""
     if unit.rounded:
         names = ", ".join(flat.layout.slots[i].name for i in slots)
@@ -102,7 +104,7 @@ def _check_rounded(unit: Unit, flat: Flat, slots: Sequence[int]) -> None:
         )
 
 
-def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
+def _check_same_writes(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
     for name in dict.fromkeys(name for rank in claims for name in rank[-1]):
         if len({tuple(claim[name]) for rank in claims for claim in rank if name in claim}) > 1:
             only = "" if len(writers) == len(claims) else f", by ranks {writers} alone"
@@ -117,37 +119,37 @@ def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
             )
 
 
-def digests(unit: Unit) -> Digests:
+def unit_digests(unit: Unit) -> Digests:
     """Return the digests of all parameters of a unit that is unsharded."""
-    return {name: digest for flat in unit.flats for name, digest in _digests(flat, flat.slots).items()}
+    return {name: digest for flat in unit.flats for name, digest in _slot_digests(flat, flat.slots).items()}
 
 
-def _digests(flat: Flat, slots: Sequence[int]) -> Digests:
-    return {_named(flat, i): _digest(flat, i) for i in slots}
+def _slot_digests(flat: FlatParameter, slots: Sequence[int]) -> Digests:
+    return {_slot_label(flat, i): _slot_digest(flat, i) for i in slots}
 
 
-def _named(flat: Flat, i: int) -> str:
+def _slot_label(flat: FlatParameter, i: int) -> str:
     """Return the name of slot ``i``, and which part of it this rank has: of another part a rank says nothing."""
     name, parts = flat.layout.slots[i].name, flat.rests.divided
     return f"{name} (part {parts.index} along {', '.join(parts.axes)})" if parts.many else name
 
 
 @torch.no_grad()
-def _digest(flat: Flat, i: int) -> list[int]:
+def _slot_digest(flat: FlatParameter, i: int) -> list[int]:
     slot = flat.layout.slots[i]
-    return list(map(int, digest(storage.bits(flat.whole[slot.begin : slot.end])).tolist()))
+    return list(map(int, digest_integers(storage.view_bits(flat.whole[slot.begin : slot.end])).tolist()))
 
 
-def digest(bits: Tensor) -> Tensor:
+def digest_integers(bits: Tensor) -> Tensor:
     """Return two sums, [2] int64, over integers [n], which tell where they stand, too; computed where they lie."""
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for begin in range(0, bits.numel(), _PIECE):
         piece = bits[begin : begin + _PIECE].long()
         places = torch.arange(begin + 1, begin + 1 + piece.numel(), device=piece.device)
-        sums += torch.stack([piece.sum(), (_mixed(piece) * places).sum()])
+        sums += torch.stack([piece.sum(), (_mix_bits(piece) * places).sum()])
     return sums
 
 
-def _mixed(values: Tensor) -> Tensor:
+def _mix_bits(values: Tensor) -> Tensor:
     """Return integers whose sums do not stay the same where values trade places or cancel each other."""
     return values * values * 0x9E3779B1 + values

@@ -13,14 +13,14 @@ from npuzero.bench import Record
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_cuda_benchmark(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_every_benchmark_checks_its_results_and_every_goal_is_answered(tmp_path: Path) -> None:
     out = tmp_path / "ops.json"
     sizes = ("--elements", "900000", "--seconds", "0.01")
-    made = run(sys.executable, "-m", "benchmarks.cuda", "--device", "cpu", *sizes, "--out", str(out))
+    made = run_cuda_benchmark(sys.executable, "-m", "benchmarks.cuda", "--device", "cpu", *sizes, "--out", str(out))
     assert made.returncode == 0, made.stderr
     record = Record.read(out)
     assert [result.name for result in record.results] == list(BENCHMARKS)
@@ -30,5 +30,5 @@ def test_every_benchmark_checks_its_results_and_every_goal_is_answered(tmp_path:
 def test_the_script_says_what_its_parts_are() -> None:
     script = ROOT / "benchmarks" / "cuda" / "judge.sh"
     assert os.access(script, os.X_OK)
-    made = run(str(script), PARTS="measures")
+    made = run_cuda_benchmark(str(script), PARTS="measures")
     assert made.returncode == 2 and "expected build, check, measure, step" in made.stderr

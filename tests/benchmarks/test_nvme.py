@@ -14,16 +14,16 @@ from torch import Tensor
 
 from benchmarks.peers import nvme, offloaded
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
-from benchmarks.step.contenders import Steps, plain_steps
-from benchmarks.step.workload import Workload, loss_of
+from benchmarks.step.contenders import TrainSteps, plain_steps
+from benchmarks.step.workload import GPTWorkload, gpt_loss
 from npuzero.bench import Record
 from npuzero.errors import BenchmarkError
 
-SMALL = Workload(dim=16, layers=2, heads=2, vocabulary=32, sequence=8, batch=2)
+SMALL = GPTWorkload(dim=16, layers=2, heads=2, vocabulary=32, sequence=8, batch=2)
 
 
 def test_deepspeed_has_its_environment_and_settings(tmp_path: Path) -> None:
-    entry = nvme.entry("deepspeed", tmp_path, {"aio": {"queue_depth": 8}})
+    entry = nvme.nvme_entry("deepspeed", tmp_path, {"aio": {"queue_depth": 8}})
     assert entry.python == str(DEEPSPEED.python) and entry.peer and entry.group is None
     assert entry.variables["NPUZERO_NVME_PATHS"] == str(tmp_path)
     assert '"queue_depth": 8' in entry.variables[offloaded.TUNING]
@@ -36,7 +36,7 @@ def test_the_quickest_settings_of_each_kind_are_found() -> None:
         pipelined = "pipeline_read" in settings["offload_optimizer"]
         return settings["aio"]["block_size"] / 2**20 + 4 * pipelined + settings["sub_group"]["sub_group_size"] / 1e9
 
-    settings, tried = nvme.tune(update_s)
+    settings, tried = nvme.tune_deepspeed(update_s)
     assert settings["aio"]["block_size"] == 2**20 and settings["aio"]["queue_depth"] == 32
     assert "pipeline_read" not in settings["offload_optimizer"] and settings["sub_group"] == {"sub_group_size": 10**7}
     assert len(tried) == 5 and ["failed" in each for each in tried].count(True) == 1
@@ -47,7 +47,7 @@ def test_where_no_settings_work_the_reason_is_told() -> None:
         raise BenchmarkError("aio", expected="an update", got="no libaio", do="")
 
     with pytest.raises(NotInstalled, match="no libaio"):
-        nvme.tune(update_s)
+        nvme.tune_deepspeed(update_s)
 
 
 def test_an_unknown_contender_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,10 +56,10 @@ def test_an_unknown_contender_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "zenflow" in capsys.readouterr().err
 
 
-def trained(steps: Steps) -> Tensor:
+def train_few_steps(steps: TrainSteps) -> Tensor:
     """All parameters after a few steps."""
     for step in range(4):
-        loss_of(steps.model, SMALL.tokens(0, step)).backward()
+        gpt_loss(steps.model, SMALL.tokens(0, step)).backward()
         steps.update()
     return torch.cat([parameter.detach().float().reshape(-1) for parameter in steps.model.parameters()])
 
@@ -70,9 +70,9 @@ def test_mapped_states_train_as_plain_ones(
     name: str, precision: str, apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
-    workload = Workload(**{**vars(SMALL), "precision": precision})
-    plain = trained(plain_steps(workload.model(), workload.hyper, workload.dtype))
-    found = trained(offloaded.CONTENDERS[name]()(workload.model(), workload))
+    workload = GPTWorkload(**{**vars(SMALL), "precision": precision})
+    plain = train_few_steps(plain_steps(workload.model(), workload.hyper, workload.dtype))
+    found = train_few_steps(offloaded.CONTENDERS[name]()(workload.model(), workload))
     assert (found - plain).abs().max() <= apart
     first = torch.cat([parameter.detach().reshape(-1) for parameter in workload.model().parameters()])
     assert (found - first).abs().max() > 4 * apart, "they have been trained"

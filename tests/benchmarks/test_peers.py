@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import environments, kernels
-from benchmarks.peers.environments import Environment, NotInstalled
+from benchmarks.peers.environments import NotInstalled, PeerEnvironment
 from npuzero.bench import Effort
-from npuzero.bench.updates import adam_of
+from npuzero.bench.updates import torch_adam_factory
 from npuzero.errors import BenchmarkError
 
 
@@ -35,31 +35,31 @@ def test_a_kernel_that_is_not_there_is_missing_with_the_reason(monkeypatch):
     def refuses():
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(kernels, "cpu_adam", refuses)
-    told = kernels.MixedStep().measure(1000, asdict(Effort.quick()))
+    monkeypatch.setattr(kernels, "deepspeed_cpu_adam", refuses)
+    told = kernels.MixedStepWork().measure(1000, asdict(Effort.quick()))
     assert told["parameters"]["missing"] == {kernels.ADAM: "RuntimeError: no compiler"}
     assert kernels.ADAM not in told["contenders"]
 
 
 def test_a_peers_adam_takes_part_in_the_mixed_step(monkeypatch):
-    monkeypatch.setattr(kernels, "cpu_adam", lambda: adam_of(torch.optim.AdamW, foreach=True))
-    told = kernels.MixedStep().measure(1000, asdict(Effort.quick()))
+    monkeypatch.setattr(kernels, "deepspeed_cpu_adam", lambda: torch_adam_factory(torch.optim.AdamW, foreach=True))
+    told = kernels.MixedStepWork().measure(1000, asdict(Effort.quick()))
     assert not told["parameters"]["missing"]
     assert "to the bit" in told["checked"] and kernels.ADAM in told["contenders"]
-    wrong = adam_of(torch.optim.Adam, fused=True)  # decays by the gradient
-    monkeypatch.setattr(kernels, "cpu_adam", lambda: wrong)
+    wrong = torch_adam_factory(torch.optim.Adam, fused=True)  # decays by the gradient
+    monkeypatch.setattr(kernels, "deepspeed_cpu_adam", lambda: wrong)
     with pytest.raises(BenchmarkError, match=kernels.ADAM):
-        kernels.MixedStep().measure(1000, asdict(Effort.quick()))
+        kernels.MixedStepWork().measure(1000, asdict(Effort.quick()))
 
 
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_made_says_why_and_is_made_again(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
     with pytest.raises(NotInstalled, match="no-such-package-at-all"):
-        Environment("none", (("--no-index", "no-such-package-at-all"),)).ensure()
+        PeerEnvironment("none", (("--no-index", "no-such-package-at-all"),)).ensure()
     used = "import os; assert 'extensions' in os.environ['TORCH_EXTENSIONS_DIR']"
-    made = Environment("none", (("--no-index", "pip"),), used).ensure()
+    made = PeerEnvironment("none", (("--no-index", "pip"),), used).ensure()
     assert made["install_s"] > made["first_use_s"] > 0
-    assert Environment("none", (("--no-index", "pip"),), used).ensure() == made
+    assert PeerEnvironment("none", (("--no-index", "pip"),), used).ensure() == made
     with pytest.raises(NotInstalled, match="ZeroDivisionError"):
-        Environment("none", (("--no-index", "pip"),), "1 / 0").ensure()
+        PeerEnvironment("none", (("--no-index", "pip"),), "1 / 0").ensure()

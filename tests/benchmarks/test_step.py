@@ -12,8 +12,16 @@ import torch
 
 from benchmarks.step import compare as comparing
 from benchmarks.step import memory
-from benchmarks.step.compare import BASELINE, COMPUTE, Entry, add_beyond_plan, add_options, compare, preset_entry
-from benchmarks.step.workload import Workload, loss_of
+from benchmarks.step.compare import (
+    BASELINE,
+    COMPUTE,
+    ComparisonEntry,
+    add_beyond_plan,
+    add_comparison_options,
+    preset_entry,
+    run_comparison,
+)
+from benchmarks.step.workload import GPTWorkload, gpt_loss
 from npuzero.bench import Record
 from npuzero.errors import BenchmarkError
 
@@ -21,20 +29,20 @@ CPU = torch.device("cpu")
 TINY = shlex.split("--dim 32 --layers 2 --heads 2 --sequence 16 --batch 1 --rounds 1 --checked 2 --visit 0.001")
 
 
-def options(*more: str) -> argparse.Namespace:
+def parse_step_options(*more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_comparison_options(parser)
     return parser.parse_args([*TINY, *more])
 
 
 def test_the_workload_is_the_one_that_figures_are_quoted_for():
     with torch.device("meta"):
-        model = Workload().model()
+        model = GPTWorkload().model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_613_312
 
 
 def test_batches_differ_by_rank_and_step_and_repeat():
-    sizes = Workload(batch=2, sequence=8)
+    sizes = GPTWorkload(batch=2, sequence=8)
     batches = {(rank, step): sizes.tokens(rank, step) for rank in range(3) for step in range(3)}
     assert len({tuple(batch.flatten().tolist()) for batch in batches.values()}) == 9
     assert torch.equal(batches[1, 2], sizes.tokens(1, 2))
@@ -42,11 +50,11 @@ def test_batches_differ_by_rank_and_step_and_repeat():
 
 
 def test_there_is_something_to_learn():
-    sizes = Workload(dim=32, layers=1, heads=2, vocabulary=16, sequence=16)
+    sizes = GPTWorkload(dim=32, layers=1, heads=2, vocabulary=16, sequence=16)
     model = sizes.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(60):
-        loss = loss_of(model, sizes.tokens(0, step))
+        loss = gpt_loss(model, sizes.tokens(0, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -56,12 +64,12 @@ def test_there_is_something_to_learn():
 def test_the_peak_is_of_what_was_held_since_reset():
     gone = torch.ones(64 << 18)
     del gone
-    assert memory.reset(CPU)
-    before = memory.now_bytes(CPU)
-    assert memory.peak_bytes(CPU) - before < 4 << 20
+    assert memory.reset_peak_bytes(CPU)
+    before = memory.current_resident_bytes(CPU)
+    assert memory.peak_resident_bytes(CPU) - before < 4 << 20
     held = torch.ones(16 << 18)
     del held
-    assert 15 << 20 < memory.peak_bytes(CPU) - before < 24 << 20
+    assert 15 << 20 < memory.peak_resident_bytes(CPU) - before < 24 << 20
 
 
 def test_activations_are_no_part_of_what_lies_beyond_the_plan():
@@ -80,9 +88,9 @@ def test_activations_are_no_part_of_what_lies_beyond_the_plan():
 @pytest.mark.world
 def test_a_run_leaves_a_record_and_says_what_is_missing(tmp_path, capsys):
     out, trace = tmp_path / "record.json", tmp_path / "trace.json"
-    broken = Entry("broken", "benchmarks.step.contenders:no-such", peer=True)
+    broken = ComparisonEntry("broken", "benchmarks.step.contenders:no-such", peer=True)
     entries = [COMPUTE, broken, preset_entry("zero2")]
-    compare("step", entries, options("--out", str(out)), trace=trace, missing={"gone": "no wheel"})
+    run_comparison("step", entries, parse_step_options("--out", str(out)), trace=trace, missing={"gone": "no wheel"})
     result = Record.read(out).result("step/bf16-batch1")
     assert set(result.seconds) == {BASELINE, "npuzero zero2"}
     assert result.parameters["missing"].keys() == {"gone", "broken"}
@@ -102,7 +110,7 @@ def test_a_run_leaves_a_record_and_says_what_is_missing(tmp_path, capsys):
 def test_no_figure_is_taken_of_one_that_learns_something_else(monkeypatch):
     monkeypatch.setitem(comparing.BANDS, "bf16", 1e-9)
     with pytest.raises(BenchmarkError, match="losses of npuzero zero1") as caught:
-        compare("step", [COMPUTE, preset_entry("zero1")], options())
+        run_comparison("step", [COMPUTE, preset_entry("zero1")], parse_step_options())
     assert "1e-09" in caught.value.expected
 
 

@@ -30,10 +30,10 @@ def test_time_and_sleeps_are_those_of_the_thread_that_had_them():
         go_on.wait()
 
     worker = threading.Thread(target=work, name="worker")
-    before = threads.counts()
+    before = threads.thread_counts()
     worker.start()
     begun.wait()
-    after = threads.counts()
+    after = threads.thread_counts()
     go_on.set()
     worker.join()
     assert 0.03 <= after["cpu_s of worker"] < 0.06

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.test_gpt_train import launch
+from examples.test_gpt_train import run_process_group
 
 
 @pytest.mark.slow
@@ -16,7 +16,7 @@ def test_peaks_beyond_the_shard(tmp_path: Path) -> None:
     """Export and import take less than a tensor and a constant; initialisation some units, and never the model."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = tmp_path / "weights.json"
-    launch([*torchrun, "-m", "benchmarks.weights", "--width", "2048", "--layers", "16", "--out", str(out)])
+    run_process_group([*torchrun, "-m", "benchmarks.weights", "--width", "2048", "--layers", "16", "--out", str(out)])
     figures = json.loads(out.read_text())
     tensor, model = figures["tensor_bytes"], figures["model_bytes"]
     assert model == 16 * tensor

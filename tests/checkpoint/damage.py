@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.training import Position, State, Training
+from checkpoint.training import CheckpointTraining, DataPosition, State
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
@@ -32,52 +32,52 @@ def main(folder: Path, seed: int, trials: int) -> None:
 
     def rank(world: World) -> None:
         chance = random.Random(seed)  # the same on all ranks; torch's and Python's own are part of what is loaded
-        training = Training(world, "zero3", seed=1)
-        expected = _load(training, folder)
+        training = CheckpointTraining(world, "zero3", seed=1)
+        expected = _load_damaged(training, folder)
         for _ in range(trials):
             # Small files as often as large ones, and large ones where their bytes are.
             path = chance.choice(files) if chance.random() < 0.5 else chance.choices(files, sizes)[0]
             original = path.read_bytes()
-            damaged, action = _damage(original, chance)
+            damaged, action = _damage_bytes(original, chance)
             world.exchange(None)
             if world.rank == 0:
                 path.write_bytes(damaged)
             world.exchange(None)
-            verdict = _verdict(training, folder, path.name, expected)
+            verdict = _load_verdict(training, folder, path.name, expected)
             world.exchange(None)
             if world.rank == 0:
                 path.write_bytes(original)
                 print(f"{path.name}: {action}: {verdict}", flush=True)
             world.exchange(None)
-        assert _same(_load(training, folder), expected)
+        assert _states_equal(_load_damaged(training, folder), expected)
 
     comm.run_threads(2, rank, timeout_s=60.0, limit_s=3600.0)
     print("done")
 
 
-def _verdict(training: Training, folder: Path, name: str, expected: State) -> str:
+def _load_verdict(training: CheckpointTraining, folder: Path, name: str, expected: State) -> str:
     try:
-        loaded = _load(training, folder)
+        loaded = _load_damaged(training, folder)
     except CheckpointError as error:
         # Where no checksum vouches for the index, a name that changed is a tensor that is missing.
         ours = (folder / "manifest.json").exists()
         named = name in str(error) or Path(name).stem in str(error) or (not ours and str(folder) in str(error))
         return "detected" if named else f"missed: {error} does not name the file"
-    return "harmless" if _same(loaded, expected) else "missed: other values"
+    return "harmless" if _states_equal(loaded, expected) else "missed: other values"
 
 
-def _load(training: Training, folder: Path) -> State:
+def _load_damaged(training: CheckpointTraining, folder: Path) -> State:
     """Everything that is in the checkpoint; one of torch's has neither positions nor random numbers."""
     ours = (folder / "manifest.json").exists()
-    training.load(folder, data=Position() if ours else None)
+    training.load(folder, data=DataPosition() if ours else None)
     return training.state()
 
 
-def _same(found: State, expected: State) -> bool:
+def _states_equal(found: State, expected: State) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def _damage(raw: bytes, chance: random.Random) -> tuple[bytes, str]:
+def _damage_bytes(raw: bytes, chance: random.Random) -> tuple[bytes, str]:
     at = chance.randrange(len(raw))
     if chance.random() < 0.2:
         return raw[:at], f"cut to {at}"

@@ -18,30 +18,32 @@ from npuzero import Settings, checkpoint
 from npuzero.comm import World
 from npuzero.plan import DATA
 from world import comm_ranks
-from world.toy import build
+from world.toy import build_seeded_model
 
-from .training import Training
+from .training import CheckpointTraining
 
 TIMEOUT_S = 20.0
 #: Bounds what a broken job may take; a busy machine takes long to start processes.
 LIMIT_S = 300.0
 
 
-class Staged:
+class StagedTraining:
     """Trains two stages of a pipeline, of which each is sharded over the data ranks; has what Training has."""
 
     def __init__(self, world: World, plan: str, schedule: str) -> None:
         self.mesh = npuzero.mesh(world=world, pipe=2)
-        layers = build(make=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        layers = build_seeded_model(
+            make=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        )
         chunks = 2 if schedule == "interleaved" else 1
         options = {"schedule": schedule, "micro_batches": 2, "chunks": chunks, "loss_fn": nn.functional.mse_loss}
         self.pipe = npuzero.pipeline(layers, self.mesh, plan=plan, **options)
         self.optimizer = npuzero.AdamW(self.pipe.parameters(), lr=1e-2)
 
     @staticmethod
-    def of(world: World, words: str) -> Staged:
+    def of(world: World, words: str) -> StagedTraining:
         """``words``: ``staged``, the plan and the schedule."""
-        return Staged(world, *words.split()[1:])
+        return StagedTraining(world, *words.split()[1:])
 
     def steps(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -61,38 +63,42 @@ class Staged:
         return npuzero.full_state_dict(self.pipe, rank0_only=False) | {"losses": None}
 
 
-def live(world: World, pipe: Any, folder: Path, plan: str) -> None:
+def train_until_killed(world: World, pipe: Any, folder: Path, plan: str) -> None:
     """Resume, train until killed, saving every step; after the first say from where."""
     # Where states go, if the plan has them on a disk.
     if plan.startswith("staged"):
-        training: Any = Staged.of(world, plan)
+        training: Any = StagedTraining.of(world, plan)
     else:
-        training = Training(world, plan, seed=1, settings=Settings(nvme_paths=(str(folder.parent),), chunk_bytes=3000))
+        training = CheckpointTraining(
+            world, plan, seed=1, settings=Settings(nvme_paths=(str(folder.parent),), chunk_bytes=3000)
+        )
     begin = 0
     if checkpoint.latest(folder):
         loaded = training.load(folder)
         begin = loaded.step or 0
-        assert loaded.extra == digest(training), f"rank {world.rank} has not what was saved"
+        assert loaded.extra == training_digest(training), f"rank {world.rank} has not what was saved"
     for step in range(begin, 10**6):
         training.steps(step, step + 1)
         if step == begin:  # the first one takes long: torch imports what it needs
             pipe.send(begin)
-        training.save(folder, step + 1, keep_last=2, asynchronous=step % 2 == 0, rng=False, extra=digest(training))
+        training.save(
+            folder, step + 1, keep_last=2, asynchronous=step % 2 == 0, rng=False, extra=training_digest(training)
+        )
 
 
-def digest(training: Any) -> str:
+def training_digest(training: Any) -> str:
     """Of everything that training goes on from, but the losses of this life."""
     state = training.state()
     del state["losses"]
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
-def step_of(path: Path | None) -> int:
+def checkpoint_step(path: Path | None) -> int:
     """The step that a checkpoint is of; 0 of none."""
     return int(path.name.removeprefix("step-")) if path else 0
 
 
-class Job:
+class RankProcesses:
     """Ranks that are processes.
 
     They meet at a store that outlives them, as under torchrun: torch's store in a file is none for ranks that are
@@ -106,7 +112,9 @@ class Job:
             ours, theirs = comm_ranks.context.Pipe(duplex=False)
             setup = (rank, ranks, self._store.port, None, TIMEOUT_S, comm_ranks.SLOT_BYTES)
             child = comm_ranks.context.Process(
-                target=comm_ranks.body, args=(theirs, setup, live, (theirs, folder, plan)), daemon=True
+                target=comm_ranks.run_rank_body,
+                args=(theirs, setup, train_until_killed, (theirs, folder, plan)),
+                daemon=True,
             )
             child.start()
             theirs.close()
@@ -127,7 +135,7 @@ class Job:
     def await_save(self, folder: Path, step: int) -> None:
         """Wait until a checkpoint of ``step`` or a later one is complete."""
         deadline = time.monotonic() + LIMIT_S
-        while step_of(checkpoint.latest(folder)) < step:
+        while checkpoint_step(checkpoint.latest(folder)) < step:
             assert time.monotonic() < deadline, f"step {step} is never saved"
             time.sleep(0.005)
 

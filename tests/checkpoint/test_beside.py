@@ -16,14 +16,14 @@ from npuzero import Plan, Settings, checkpoint, comm
 from npuzero.comm import World
 from npuzero.errors import NpuZeroError, OutOfSpace, StorageError
 from npuzero.memory.file import FileStore
-from npuzero.shard.extents import Extents
+from npuzero.shard.extents import FileExtents
 from npuzero.shard.find_engine import engine_of
 from world.test_optimizers import optimizer_state
-from world.test_tiers import NVME, PRECISIONS, folders, placed
-from world.toy import build
+from world.test_tiers import NVME, PRECISIONS, folders, placed_plan
+from world.toy import build_seeded_model
 from world.train import CutSession, State, assert_same_bits
 
-from .test_saving import Gate
+from .test_saving import CallGate
 
 __all__ = ["folders"]  # a fixture
 
@@ -31,15 +31,15 @@ __all__ = ["folders"]  # a fixture
 SETTINGS = Settings(chunk_bytes=3000)
 
 
-class Run:
+class BackgroundSaveRun:
     """A model on one rank, its states where the row says."""
 
     def __init__(self, world: World, row: Plan, seed: int = 0) -> None:
-        self.session = CutSession(build(seed), world, plan=row, settings=SETTINGS)
+        self.session = CutSession(build_seeded_model(seed), world, plan=row, settings=SETTINGS)
         self.model = self.session.model
         self.optimizer = self.session.optimizer(torch.optim.AdamW, lr=1e-2)
 
-    def steps(self, begin: int, end: int) -> Run:
+    def steps(self, begin: int, end: int) -> BackgroundSaveRun:
         for step in range(begin, end):
             self.session.loss(step).backward()
             self.optimizer.step()
@@ -59,13 +59,13 @@ class Run:
         return engine_of(self.model).spaces[NVME].held["buffers"]
 
 
-def gate_of_reads(monkeypatch: pytest.MonkeyPatch, free: int = 0) -> Gate:
+def gate_of_reads(monkeypatch: pytest.MonkeyPatch, free: int = 0) -> CallGate:
     """Holds a save back at what it reads of the disk: when it writes, it has read all of so small a shard."""
-    return Gate(monkeypatch, Extents, "read_kept", free)
+    return CallGate(monkeypatch, FileExtents, "read_kept", free)
 
 
-def on_disk(precision: str, ranks: int, **where: Any) -> Plan:
-    return placed("zero3", PRECISIONS[precision], ranks, memory=NVME, **where)
+def placed_on_disk(precision: str, ranks: int, **where: Any) -> Plan:
+    return placed_plan("zero3", PRECISIONS[precision], ranks, memory=NVME, **where)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_what_is_saved_is_the_state_at_the_call(
 ) -> None:
     """Whatever of it the saver has read when training overwrites it; training has the bits of one without a save."""
     gate = gate_of_reads(monkeypatch, free=2)
-    row = on_disk(precision, ranks, **where)
+    row = placed_on_disk(precision, ranks, **where)
 
     def rank(world: World) -> tuple[State, State]:
-        run = Run(world, row).steps(0, 2)
+        run = BackgroundSaveRun(world, row).steps(0, 2)
         for step in (2, 5):  # the second finds some of what it keeps in the second place
             save = run.save(tmp_path / "run", step, asynchronous=True)
             assert run.second > 0
@@ -103,13 +103,15 @@ def test_what_is_saved_is_the_state_at_the_call(
         assert run.steps(9, 10).second == 0, "all is back in its first place"
         states = [run.state()]
         for step in (2, 5):
-            fresh = Run(world, Plan.preset("zero3", precision=PRECISIONS[precision], local_size=1), seed=1)
+            fresh = BackgroundSaveRun(
+                world, Plan.preset("zero3", precision=PRECISIONS[precision], local_size=1), seed=1
+            )
             checkpoint.load(tmp_path / "run" / f"step-{step:08}", fresh.model, fresh.optimizer)
             states.append(fresh.state())
         return tuple(states)
 
     def unbroken(world: World) -> tuple[State, State]:
-        run = Run(world, row).steps(0, 2)
+        run = BackgroundSaveRun(world, row).steps(0, 2)
         second = run.state()
         fifth = run.steps(2, 5).state()
         return run.steps(5, 10).state(), second, fifth
@@ -124,7 +126,7 @@ def test_a_disk_without_room_for_a_second_place_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rank(world: World) -> None:
-        run = Run(world, on_disk("bf16", 2)).steps(0, 1)
+        run = BackgroundSaveRun(world, placed_on_disk("bf16", 2)).steps(0, 1)
         world.exchange(None)  # the disk is full for all ranks, which are threads
         with monkeypatch.context() as patched:
             if world.rank == 0:
@@ -144,7 +146,7 @@ def test_a_disk_without_room_for_a_second_place_is_told_at_once(
 def test_a_disk_that_fails_while_a_save_reads_it_is_told_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = CallGate(monkeypatch)
     read = FileStore.read
 
     def fail(store: FileStore, offset: int, buffer: torch.Tensor) -> Any:
@@ -153,7 +155,7 @@ def test_a_disk_that_fails_while_a_save_reads_it_is_told_and_training_goes_on(
         return read(store, offset, buffer)
 
     def rank(world: World) -> None:
-        run = Run(world, on_disk("bf16", 1)).steps(0, 1)
+        run = BackgroundSaveRun(world, placed_on_disk("bf16", 1)).steps(0, 1)
         with monkeypatch.context() as patched:
             patched.setattr(FileStore, "read", fail)
             gate.open()
@@ -174,7 +176,7 @@ def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
     gate = gate_of_reads(monkeypatch)
 
     def rank(world: World) -> None:
-        run = Run(world, on_disk("8 bits", 1)).steps(0, 1)
+        run = BackgroundSaveRun(world, placed_on_disk("8 bits", 1)).steps(0, 1)
         expected = run.state()
         save = run.save(tmp_path / "run", 1, asynchronous=True)
         run.steps(1, 2)
@@ -182,7 +184,7 @@ def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
         gc.collect()
         gate.open()
         save.wait()
-        fresh = Run(world, on_disk("8 bits", 1), seed=1)
+        fresh = BackgroundSaveRun(world, placed_on_disk("8 bits", 1), seed=1)
         checkpoint.load(tmp_path / "run", fresh.model, fresh.optimizer)
         assert_same_bits(fresh.state(), expected)
 
@@ -194,7 +196,7 @@ def test_what_the_program_writes_during_a_save_is_not_saved(tmp_path: Path, monk
     gate = gate_of_reads(monkeypatch)
 
     def rank(world: World) -> None:
-        run, other = (Run(world, on_disk("8 bits", 2), seed=seed).steps(0, 1) for seed in (0, 1))
+        run, other = (BackgroundSaveRun(world, placed_on_disk("8 bits", 2), seed=seed).steps(0, 1) for seed in (0, 1))
         expected, others = run.state(), other.session.state()
         stored = other.optimizer.state_dict()
         save = run.save(tmp_path / "run", 1, asynchronous=True)

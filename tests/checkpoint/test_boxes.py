@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuzero.checkpoint.boxes import Box, boxes_of, misfit
+from npuzero.checkpoint.boxes import TensorBox, boxes_of, find_coverage_error
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -50,14 +50,14 @@ def test_an_element_that_is_not_in_one_box(shape: tuple[int, ...], data: st.Data
     moved = []
     for box in boxes:
         offsets = tuple(data.draw(st.integers(0, s - n)) for s, n in zip(shape, box.sizes, strict=True))
-        moved.append(Box(offsets, box.sizes) if data.draw(st.integers(0, 3)) == 0 else box)
+        moved.append(TensorBox(offsets, box.sizes) if data.draw(st.integers(0, 3)) == 0 else box)
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in moved:
         counts[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
-    place = misfit(shape, moved)
+    place = find_coverage_error(shape, moved)
     assert (counts == 1).all() if place is None else counts[place] != 1
 
 
 def test_parts_beyond_counting_are_refused() -> None:
     with pytest.raises(ValueError, match=r"8192 parts .* cut along 13 dimensions"):
-        misfit((2,) * 13, [Box((0,) * 13, (1,) * 13)] * 8192)
+        find_coverage_error((2,) * 13, [TensorBox((0,) * 13, (1,) * 13)] * 8192)

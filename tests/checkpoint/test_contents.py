@@ -22,13 +22,13 @@ from npuzero.checkpoint import files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.shard.find_engine import engine_of
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import State, assert_same_bits
 
-from .training import Position, Training, loss_of, tokens_of
+from .training import CheckpointTraining, DataPosition, checkpoint_loss, global_batch_tokens
 
 
-def without_losses(training: Training) -> State:
+def state_without_losses(training: CheckpointTraining) -> State:
     return {name: value for name, value in training.state().items() if name != "losses"}
 
 
@@ -51,16 +51,16 @@ KEPT = [
 @pytest.mark.parametrize(("saved", "loaded"), KEPT)
 def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any, tmp_path: Path) -> None:
     def write(world: World) -> dict[str, Any]:
-        training = Training(world, "zero3", precision=saved)
+        training = CheckpointTraining(world, "zero3", precision=saved)
         training.steps(0, 2)
         training.save(tmp_path, 2)
         return training.optimizer.state_dict()
 
     def read(world: World) -> tuple[dict[str, Any], int]:
-        training = Training(world, "zero1", precision=loaded, seed=1)
+        training = CheckpointTraining(world, "zero1", precision=loaded, seed=1)
         training.load(tmp_path)
         differ = 0
-        source = checkpoint.source.Source(checkpoint.latest(tmp_path))
+        source = checkpoint.source.CheckpointReader(checkpoint.latest(tmp_path))
         for flat in engine_of(training.model).flats():
             for i, slot in enumerate(flat.layout.slots):
                 whole = source.read_object(f"model.{slot.name}")
@@ -83,16 +83,18 @@ def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any,
 def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
     """With its window, and with the steps that only the device knows were skipped."""
 
-    def steps(training: Training, scaler: npuzero.LossScaler, begin: int, end: int) -> dict[str, Any]:
+    def steps(training: CheckpointTraining, scaler: npuzero.LossScaler, begin: int, end: int) -> dict[str, Any]:
         for step in range(begin, end):
-            scaler.scale(loss_of(training.model, tokens_of(step).chunk(2)[training.world.rank])).backward()
+            scaler.scale(
+                checkpoint_loss(training.model, global_batch_tokens(step).chunk(2)[training.world.rank])
+            ).backward()
             scaler.step(training.optimizer)
             scaler.update()
             training.optimizer.zero_grad()
-        return without_losses(training) | {k: torch.tensor(float(v)) for k, v in scaler.state_dict().items()}
+        return state_without_losses(training) | {k: torch.tensor(float(v)) for k, v in scaler.state_dict().items()}
 
     def rank(world: World) -> None:
-        first, second = (Training(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
+        first, second = (CheckpointTraining(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
         scaler, other = npuzero.LossScaler(init_scale=2.0**30, growth_interval=3), npuzero.LossScaler()
         steps(first, scaler, 0, 20)
         assert 0 < next(iter(first.optimizer.state_dict()["state"].values()))["step"] < 20
@@ -120,8 +122,8 @@ OTHERS = {
 def test_any_elementwise_optimizer(name: str, tmp_path: Path) -> None:
     kind, options = OTHERS[name]
 
-    def make(world: World, plan: str, seed: int = 0) -> Training:
-        training = Training(world, plan, seed=seed)
+    def make(world: World, plan: str, seed: int = 0) -> CheckpointTraining:
+        training = CheckpointTraining(world, plan, seed=seed)
         own = issubclass(kind, npuzero.ZeroOptimizer)
         groups = training.groups()
         training.optimizer = kind(groups, **options) if own else npuzero.ZeroOptimizer(kind, groups, **options)
@@ -133,21 +135,21 @@ def test_any_elementwise_optimizer(name: str, tmp_path: Path) -> None:
         training.steps(0, 2)
         training.save(tmp_path, 2)
         training.steps(2, 3)
-        return without_losses(training)
+        return state_without_losses(training)
 
     def read(world: World) -> State:
         training = make(world, "zero1", seed=1)
         training.steps(0, 1)
         training.load(tmp_path)
         training.steps(2, 3)
-        return without_losses(training)
+        return state_without_losses(training)
 
     expected = comm.run_threads(2, write)[0]
     for found in comm.run_threads(2, read):
         assert_same_bits(found, expected)
 
 
-class Adapter(nn.Module):
+class FrozenBaseAdapter(nn.Module):
     """A frozen bfloat16 layer of odd size beside what trains in float32."""
 
     def __init__(self) -> None:
@@ -159,9 +161,11 @@ class Adapter(nn.Module):
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_frozen_parameters_of_another_dtype(asynchronous: bool, tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        first, second = (npuzero.zero(build(seed, Adapter), plan="zero3", world=world) for seed in (0, 1))
+        first, second = (
+            npuzero.zero(build_seeded_model(seed, FrozenBaseAdapter), plan="zero3", world=world) for seed in (0, 1)
+        )
         save = checkpoint.save(tmp_path, first, npuzero.AdamW(first.parameters()), step=1, asynchronous=asynchronous)
-        source = checkpoint.source.Source(save.wait())
+        source = checkpoint.source.CheckpointReader(save.wait())
         assert source.tensors["model.base.weight"].properties.dtype == torch.bfloat16
         checkpoint.load(tmp_path, second, npuzero.AdamW(second.parameters()))
         assert_same_bits(*(npuzero.full_state_dict(model, rank0_only=False) for model in (second, first)))
@@ -174,7 +178,7 @@ def test_a_state_that_is_not_loaded_is_dropped(plan: str, tmp_path: Path) -> Non
     """As torch's load_state_dict does: what was never updated has none."""
 
     def rank(world: World) -> None:
-        training = Training(world, plan)
+        training = CheckpointTraining(world, plan)
         fresh = training.optimizer.state_dict()
         training.save(tmp_path, 0)
         training.steps(0, 1)
@@ -193,24 +197,24 @@ def test_a_state_that_is_not_loaded_is_dropped(plan: str, tmp_path: Path) -> Non
 
 
 def test_torchs_adamw_takes_ours_and_we_take_its(tmp_path: Path) -> None:
-    def trained(world: World) -> Training:
-        training = Training(world, "zero3")
+    def trained(world: World) -> CheckpointTraining:
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 2)
         return training
 
     ours = comm.run_threads(2, lambda world: trained(world).optimizer.state_dict())[0]
-    plain = build()
+    plain = build_seeded_model()
     vectors = [p for p in plain.parameters() if p.dim() < 2]
     matrices = [p for p in plain.parameters() if p.dim() >= 2]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
     optimizer.load_state_dict(ours)
     assert_states(optimizer.state_dict(), ours)
-    loss_of(plain, tokens_of(0)).backward()
+    checkpoint_loss(plain, global_batch_tokens(0)).backward()
     optimizer.step()
     theirs = optimizer.state_dict()
 
     def takes(world: World) -> dict[str, Any]:
-        training = Training(world, "hsdp", seed=1)
+        training = CheckpointTraining(world, "hsdp", seed=1)
         training.optimizer.load_state_dict(theirs)
         return training.optimizer.state_dict()
 
@@ -234,7 +238,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
         return torch.rand(()).item(), random.random(), float(np.random.rand())
 
     world = comm.SingleWorld()
-    training = Training(world, "zero1")
+    training = CheckpointTraining(world, "zero1")
     training.save(tmp_path, 1)
     expected = draw()
     draw()
@@ -248,15 +252,15 @@ def test_more_ranks_have_random_numbers_of_their_own() -> None:
     from npuzero.checkpoint import rng
 
     torch.manual_seed(5)
-    state = rng.state_of(torch.device("cpu"))
+    state = rng.capture_rng_state(torch.device("cpu"))
     drawn = []
     for turn in (1, 2, 1):
-        rng.advance(state, torch.device("cpu"), turn)
+        rng.set_derived_rng(state, torch.device("cpu"), turn)
         drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
     assert drawn[0] == drawn[2] and drawn[0] != drawn[1]
 
 
-class Positions(Position):
+class MergedPosition(DataPosition):
     def load_state_dicts(self, states: list[dict[str, int]]) -> None:
         self.place = sum(state["place"] for state in states)
 
@@ -264,21 +268,22 @@ class Positions(Position):
 @pytest.mark.parametrize(
     ("places", "ranks", "kind", "expected"),
     [
-        ((3, 4), 2, Position, [3, 4]),
-        ((7, 7), 3, Position, [7, 7, 7]),
-        ((3, 4), 3, Positions, [7, 7, 7]),
-        ((3, 3, 4), 2, Positions, [10, 10]),
-        ((3, 4), 1, Position, CheckpointError),
+        ((3, 4), 2, DataPosition, [3, 4]),
+        ((7, 7), 3, DataPosition, [7, 7, 7]),
+        ((3, 4), 3, MergedPosition, [7, 7, 7]),
+        ((3, 3, 4), 2, MergedPosition, [10, 10]),
+        ((3, 4), 1, DataPosition, CheckpointError),
     ],
 )
 def test_positions_in_the_data(places: Any, ranks: int, kind: Any, expected: Any, tmp_path: Path) -> None:
     comm.run_threads(
-        len(places), lambda world: Training(world, "zero1").save(tmp_path, 1, data=Position(places[world.rank]))
+        len(places),
+        lambda world: CheckpointTraining(world, "zero1").save(tmp_path, 1, data=DataPosition(places[world.rank])),
     )
 
     def read(world: World) -> int:
         position = kind()
-        Training(world, "zero3").load(tmp_path, data=position)
+        CheckpointTraining(world, "zero3").load(tmp_path, data=position)
         return position.place
 
     if expected is CheckpointError:
@@ -288,7 +293,7 @@ def test_positions_in_the_data(places: Any, ranks: int, kind: Any, expected: Any
         assert comm.run_threads(ranks, read) == expected
 
 
-class Scaled(nn.Module):
+class TensorExtraState(nn.Module):
     """An extra state that is a tensor, of a size of its own."""
 
     scales = torch.ones(1)
@@ -300,7 +305,7 @@ class Scaled(nn.Module):
         self.scales = state
 
 
-class Odd(nn.Module):
+class OddBuffers(nn.Module):
     """Buffers of several dtypes, and extra states."""
 
     def __init__(self) -> None:
@@ -310,7 +315,7 @@ class Odd(nn.Module):
         self.register_buffer("mask", torch.rand(5) > 0.5)
         self.register_buffer("low", torch.randn(2, 2, dtype=torch.float16).t())
         self.register_buffer("words", torch.arange(4).to(torch.uint16))
-        self.scaled = Scaled()
+        self.scaled = TensorExtraState()
         self.note = "first"
 
     def get_extra_state(self) -> dict[str, str]:
@@ -322,7 +327,9 @@ class Odd(nn.Module):
 
 def test_buffers_and_extra_states(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        first, second = (npuzero.zero(build(seed, Odd), plan="zero3", world=world) for seed in (0, 1))
+        first, second = (
+            npuzero.zero(build_seeded_model(seed, OddBuffers), plan="zero3", world=world) for seed in (0, 1)
+        )
         first.note, first.scaled.scales = "second", torch.tensor([2.0, 3.0])
         checkpoint.save(tmp_path, first, step=3, extra=[1, "two"])
         loaded = checkpoint.load(tmp_path, second)
@@ -337,17 +344,17 @@ def test_buffers_and_extra_states(tmp_path: Path) -> None:
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def shortened(model: Any) -> Any:
+def remove_last_block(model: Any) -> Any:
     del model.blocks[2]
     return model
 
 
-def widened(model: Any) -> Any:
+def resize_unused(model: Any) -> Any:
     model.unused = nn.Parameter(torch.ones(6))
     return model
 
 
-def lengthened(model: Any) -> Any:
+def add_extra_parameter(model: Any) -> Any:
     model.more = nn.Parameter(torch.ones(6))
     return model
 
@@ -355,15 +362,15 @@ def lengthened(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (shortened, r"no tensors that the model does not have; got unknown 'model.blocks.2"),
-        (lengthened, r"got \d+ of its \d+; missing 'more'"),
-        (widened, r"load model.unused: expected shape \(6,\); got shape \(5,\)"),
+        (remove_last_block, r"no tensors that the model does not have; got unknown 'model.blocks.2"),
+        (add_extra_parameter, r"got \d+ of its \d+; missing 'more'"),
+        (resize_unused, r"load model.unused: expected shape \(6,\); got shape \(5,\)"),
     ],
 )
 def test_another_model(change: Any, says: str, tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        Training(world, "zero3").save(tmp_path, 1)
-        other = npuzero.zero(change(build()), plan="zero3", world=world)
+        CheckpointTraining(world, "zero3").save(tmp_path, 1)
+        other = npuzero.zero(change(build_seeded_model()), plan="zero3", world=world)
         before = npuzero.full_state_dict(other, rank0_only=False)
         with pytest.raises(CheckpointError, match=says):
             checkpoint.load(tmp_path, other)
@@ -374,7 +381,7 @@ def test_another_model(change: Any, says: str, tmp_path: Path) -> None:
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         with pytest.raises(CheckpointError, match="a complete checkpoint; got none"):
             training.load(tmp_path)
         checkpoint.save(tmp_path, training.model, step=1, rng=False)
@@ -383,14 +390,14 @@ def test_what_is_not_there(tmp_path: Path) -> None:
             training.load(tmp_path)
         for name in ("scheduler", "scaler", "data"):
             with pytest.raises(CheckpointError, match=f"{name}: expected a state of it; got none"):
-                checkpoint.load(tmp_path, training.model, **{name: Position()})
+                checkpoint.load(tmp_path, training.model, **{name: DataPosition()})
 
     comm.run_threads(2, rank)
 
 
 def test_another_optimizer(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1)
         other = npuzero.AdamW(reversed(training.groups()))
@@ -409,7 +416,7 @@ def test_another_optimizer(tmp_path: Path) -> None:
 def test_what_is_not_ours(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"made by npuzero\.zero"):
         checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     with pytest.raises(ConfigError, match="an npuzero optimizer"):
         checkpoint.save(tmp_path, training.model, torch.optim.SGD(training.model.parameters()), step=1)
     with pytest.raises(ConfigError, match="2 parameters of others"):
@@ -418,7 +425,7 @@ def test_what_is_not_ours(tmp_path: Path) -> None:
 
 def test_elements_that_no_file_has(tmp_path: Path) -> None:
     """Two parts of a tensor overlap, and leave as many elements out: what memory holds there is not taken for them."""
-    comm.run_threads(2, lambda world: Training(world, "zero3").save(tmp_path, 1))
+    comm.run_threads(2, lambda world: CheckpointTraining(world, "zero3").save(tmp_path, 1))
     path = checkpoint.latest(tmp_path)
     assert path is not None
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -430,21 +437,21 @@ def test_elements_that_no_file_has(tmp_path: Path) -> None:
     index = next(index for index in metadata.storage_data if index.fqn == key and index.offset == second.offsets)
     second.offsets = torch.Size([second.offsets[0] - 1, *second.offsets[1:]])
     metadata.storage_data[replace(index, offset=second.offsets)] = metadata.storage_data.pop(index)
-    forge(path, ".metadata", pickle.dumps(metadata))
+    replace_checkpoint_file(path, ".metadata", pickle.dumps(metadata))
     for ranks in (1, 2):
         with pytest.raises(CheckpointError, match=rf"{key}.*of which two have elements \[\d+:\d+"):
-            comm.run_threads(ranks, lambda world: Training(world, "zero3").load(tmp_path))
+            comm.run_threads(ranks, lambda world: CheckpointTraining(world, "zero3").load(tmp_path))
 
 
 # -- what nobody may smuggle in ----------------------------------------------------------------------------------------
 
 
-class Evil:
+class EvilPickle:
     def __reduce__(self) -> Any:
         return os.system, ("touch evil",)
 
 
-def forge(path: Path, name: str, raw: bytes) -> None:
+def replace_checkpoint_file(path: Path, name: str, raw: bytes) -> None:
     """Replace a file, and make the manifest agree."""
     (path / name).write_bytes(raw)
     content = json.loads((path / files.MANIFEST).read_bytes().splitlines()[0])
@@ -456,9 +463,9 @@ def forge(path: Path, name: str, raw: bytes) -> None:
 @pytest.mark.parametrize("ours", (True, False))
 def test_nothing_of_anybodys_is_run(ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     path = training.save(tmp_path / "run", 1).wait()
-    forge(path, ".metadata", pickle.dumps(Evil()))
+    replace_checkpoint_file(path, ".metadata", pickle.dumps(EvilPickle()))
     if not ours:
         (path / files.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"posix\.system is not let in"):
@@ -467,11 +474,11 @@ def test_nothing_of_anybodys_is_run(ours: bool, tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_file_beyond_the_folder_is_read(tmp_path: Path) -> None:
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     path = training.save(tmp_path, 1).wait()
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = "../" + info.relative_path
-    forge(path, ".metadata", pickle.dumps(metadata))
+    replace_checkpoint_file(path, ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"\.\./__0_0.distcp"):
         training.load(path)

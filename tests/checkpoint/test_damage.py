@@ -17,18 +17,18 @@ from npuzero import checkpoint, comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, StateError
 
-from .training import Position, Training
+from .training import CheckpointTraining, DataPosition
 
 PROGRAM = Path(__file__).with_name("damage.py")
 
 
-def save(folder: Path, foreign: bool) -> Path:
+def save_for_damage(folder: Path, foreign: bool) -> Path:
     """A checkpoint by two ranks: ours, or what torch makes of the same state on one."""
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
-        training.save(folder, 1, data=Position(world.rank), extra={"a": [1, 2.5, "b"]})
+        training.save(folder, 1, data=DataPosition(world.rank), extra={"a": [1, 2.5, "b"]})
 
     comm.run_threads(2, rank)
     path = checkpoint.latest(folder)
@@ -45,7 +45,7 @@ def save(folder: Path, foreign: bool) -> Path:
     return folder / "foreign"
 
 
-def outcomes(folder: Path, trials: int, seed: int = 0) -> Counter[str]:
+def run_damage_trials(folder: Path, trials: int, seed: int = 0) -> Counter[str]:
     command = [sys.executable, str(PROGRAM), str(folder), str(seed), str(trials)]
     search = ":".join([str(Path(npuzero.__file__).parents[1]), str(PROGRAM.parents[1])])
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": search}, timeout=1800)
@@ -60,7 +60,7 @@ def outcomes(folder: Path, trials: int, seed: int = 0) -> Counter[str]:
 @pytest.mark.world
 @pytest.mark.parametrize("trials", (15, pytest.param(1000, marks=pytest.mark.slow)))
 def test_ours_is_checked_before_it_is_used(trials: int, tmp_path: Path) -> None:
-    assert outcomes(save(tmp_path, foreign=False), trials) == {"detected": trials}
+    assert run_damage_trials(save_for_damage(tmp_path, foreign=False), trials) == {"detected": trials}
 
 
 @pytest.mark.world
@@ -68,7 +68,7 @@ def test_ours_is_checked_before_it_is_used(trials: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("trials", (8, pytest.param(1000, marks=pytest.mark.slow)))
 def test_torchs_is_detected_or_harmless(trials: int, tmp_path: Path) -> None:
     """It has checksums of its own in each item only."""
-    assert outcomes(save(tmp_path, foreign=True), trials)["detected"] > trials / 4
+    assert run_damage_trials(save_for_damage(tmp_path, foreign=True), trials)["detected"] > trials / 4
 
 
 @pytest.mark.parametrize("plan", ("zero1", "zero3", "offload3"))
@@ -76,7 +76,7 @@ def test_a_half_loaded_model_is_refused_until_another_load_succeeds(plan: str, t
     run, other = tmp_path / "run", tmp_path / "other"
 
     def rank(world: World) -> None:
-        training = Training(world, plan)
+        training = CheckpointTraining(world, plan)
         training.steps(0, 2)
         training.save(run, 2)
         training.save(other, 2)

@@ -19,7 +19,7 @@ from npuzero.checkpoint import files, loading, rng, source
 from npuzero.comm import World
 from world.train import State, assert_same_bits
 
-from .training import Training, loss_of, tokens_of
+from .training import CheckpointTraining, checkpoint_loss, global_batch_tokens
 
 RANKS = 2
 
@@ -32,7 +32,7 @@ def test_training_goes_on_after_torchs_own_load(plan: str, precision: Any) -> No
     """``checkpoint.load_state_dict`` of what dcp.load has filled: parameters follow their masters on every rank."""
 
     def rank(world: World) -> None:
-        first, second = (Training(world, plan, seed=seed, precision=precision) for seed in (0, 1))
+        first, second = (CheckpointTraining(world, plan, seed=seed, precision=precision) for seed in (0, 1))
         first.steps(0, 2)
         second.steps(7, 8)
         filled = checkpoint.state_dict(first.model, first.optimizer)
@@ -52,13 +52,13 @@ def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(
 ) -> None:
     """Into whole bfloat16 parameters that have masters, before any step has seen it."""
 
-    def halve(training: Training, every: int = 1) -> None:
+    def halve(training: CheckpointTraining, every: int = 1) -> None:
         with torch.no_grad():
             for parameter in list(training.model.parameters())[::every]:
                 parameter.mul_(0.5)
 
     def rank(world: World) -> None:
-        first, second, third = (Training(world, plan, seed=seed, precision=precision) for seed in (0, 1, 1))
+        first, second, third = (CheckpointTraining(world, plan, seed=seed, precision=precision) for seed in (0, 1, 1))
         first.steps(0, 1)
         halve(first)
         first.steps(1, 2)  # so that there are lower halves again
@@ -80,15 +80,17 @@ def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(
 def test_steps_that_the_device_counts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """Under a loss scaler, in a model that has counted other steps by itself before the load."""
 
-    def steps(training: Training, scaler: npuzero.LossScaler, begin: int, end: int) -> None:
+    def steps(training: CheckpointTraining, scaler: npuzero.LossScaler, begin: int, end: int) -> None:
         for step in range(begin, end):
-            scaler.scale(loss_of(training.model, tokens_of(step).chunk(RANKS)[training.world.rank])).backward()
+            scaler.scale(
+                checkpoint_loss(training.model, global_batch_tokens(step).chunk(RANKS)[training.world.rank])
+            ).backward()
             scaler.step(training.optimizer)
             scaler.update()
             training.optimizer.zero_grad()
 
     def rank(world: World) -> None:
-        first, second = (Training(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
+        first, second = (CheckpointTraining(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
         scaler, other = npuzero.LossScaler(init_scale=64.0), npuzero.LossScaler(init_scale=64.0)
         steps(first, scaler, 0, 2)
         first.save(tmp_path, 2, scaler=scaler)
@@ -107,30 +109,30 @@ def test_split_masters_keep_their_lower_halves(tmp_path: Path) -> None:
     """A master in two halves trains as one in float32 does, so their checkpoints hold the same bits, on to the end."""
 
     def train(world: World, precision: str) -> None:
-        training = Training(world, "zero3", precision=precision)
+        training = CheckpointTraining(world, "zero3", precision=precision)
         training.steps(0, 2)
         training.save(tmp_path / precision, 2)
 
     def go_on(world: World) -> None:
         found = []
         for precision in ("bf16", "bf16-split"):
-            training = Training(world, "zero2", precision=precision, seed=1)
+            training = CheckpointTraining(world, "zero2", precision=precision, seed=1)
             training.load(tmp_path / precision)
             training.steps(2, 3)
             path = training.save(tmp_path / precision, 3).wait()
-            found.append(weights(path))
+            found.append(saved_weights(path))
         assert_same_bits(found[1], found[0])
 
     for precision in ("bf16", "bf16-split"):
         comm.run_threads(RANKS, partial(train, precision=precision))
-    whole, split = (weights(tmp_path / precision / "step-00000002") for precision in ("bf16", "bf16-split"))
+    whole, split = (saved_weights(tmp_path / precision / "step-00000002") for precision in ("bf16", "bf16-split"))
     assert_same_bits(split, whole)
     assert any((value.bfloat16().float() != value).any() for value in split.values()), "nothing was in the lower halves"
     comm.run_threads(RANKS, go_on)
 
 
-def weights(path: Path) -> State:
-    opened = source.Source(path)
+def saved_weights(path: Path) -> State:
+    opened = source.CheckpointReader(path)
     return {key: opened.read_object(key) for key in opened.tensors if key.startswith("model.")}
 
 
@@ -175,12 +177,12 @@ def test_every_rank_has_random_numbers_of_its_own_whoever_saved(
     states, expected = [], []
     for seed in (11, 12):
         torch.manual_seed(seed)
-        states.append(rng.state_of(device))
+        states.append(rng.capture_rng_state(device))
         expected.append(torch.rand(4).tolist())
     # Ranks that are threads share their generators: each says another state.
-    monkeypatch.setattr(rng, "state_of", lambda device: states[comm.current_world().rank])
-    path = comm.run_threads(RANKS, lambda world: Training(world, "zero1").save(tmp_path, 1).wait())[0]
-    opened = source.Source(path)
+    monkeypatch.setattr(rng, "capture_rng_state", lambda device: states[comm.current_world().rank])
+    path = comm.run_threads(RANKS, lambda world: CheckpointTraining(world, "zero1").save(tmp_path, 1).wait())[0]
+    opened = source.CheckpointReader(path)
 
     def drawn(rank: int) -> list[float]:
         loading.restore_rng(opened, rank, 5, device)
@@ -199,7 +201,7 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
     """Length and checksum of every file, as anybody would compute them."""
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1)
 
@@ -212,7 +214,7 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
         assert (facts.nbytes, facts.crc) == (len(raw), zlib.crc32(raw)), name
 
 
-class Calls:
+class SystemCalls:
     """What the system is asked for, in order: (verb, path)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +242,8 @@ def test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_
 ) -> None:
     """Files, the names in their folder, the rename, the name in the run's folder, and then the removal."""
     run = tmp_path / "new" / "run"
-    training = Training(comm.SingleWorld(), "zero3")
-    calls = Calls(monkeypatch)
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
+    calls = SystemCalls(monkeypatch)
     training.save(run, 1)
     for folder in (tmp_path, tmp_path / "new"):
         assert ("fsync", str(folder)) in calls.made, "a new folder's own name"
@@ -249,7 +251,7 @@ def test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_
     path = training.save(run, 2, keep_last=1).wait()
     (place,) = {Path(name).parent for verb, name in calls.made if verb == "writev"}
     durable = [calls.last("fsync", place / file.name) for file in path.iterdir()]
-    data = place / files.data_name(0)
+    data = place / files.data_file_name(0)
     named = calls.last("rename", place)
     assert calls.last("writev", data) < calls.last("fsync", data)
     assert max(durable) < calls.last("fsync", place) < named < calls.last("fsync", run)

@@ -19,30 +19,30 @@ from npuzero.checkpoint import files, folder, owner, saving
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
 
-from .training import Position, Training
+from .training import CheckpointTraining, DataPosition
 
 RANKS = 2
 
 
-def names(path: Path) -> list[str]:
+def entry_names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
 # -- ranks that save different things ----------------------------------------------------------------------------------
 
 
-def without_optimizer(training: Training, path: Path, **options: Any) -> Any:
+def without_optimizer(training: CheckpointTraining, path: Path, **options: Any) -> Any:
     return checkpoint.save(path, training.model, scheduler=training.scheduler, **options)
 
 
-def everything(training: Training, path: Path, **options: Any) -> Any:
+def save_training(training: CheckpointTraining, path: Path, **options: Any) -> Any:
     return training.save(path, options.pop("step"), **options)
 
 
 OTHER_PARTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "no optimizer": (without_optimizer, {}, r"optim on ranks \[{}\], and none on ranks \[{}\]"),
-    "no random numbers": (everything, {"rng": False}, r"rng on ranks \[{}\], and none on ranks \[{}\]"),
-    "no position": (everything, {}, r"data on ranks \[{}\], and none on ranks \[{}\]"),
+    "no random numbers": (save_training, {"rng": False}, r"rng on ranks \[{}\], and none on ranks \[{}\]"),
+    "no position": (save_training, {}, r"data on ranks \[{}\], and none on ranks \[{}\]"),
 }
 
 
@@ -56,42 +56,42 @@ def test_a_rank_that_passes_other_parts_fails_the_save_and_the_last_good_one_sta
     way, options, says = OTHER_PARTS[case]
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
-        position = {"data": Position()} if case == "no position" else {}
+        position = {"data": DataPosition()} if case == "no position" else {}
         training.save(tmp_path, 1, **position)
         chosen: dict[str, Any] = {"step": 2, "keep_last": 1, "asynchronous": asynchronous}
         with pytest.raises(CheckpointError, match=says.format(1 - odd, odd)):
             if world.rank == odd:
                 way(training, tmp_path, **chosen, **options).wait()
             else:
-                everything(training, tmp_path, **chosen, **position).wait()
+                save_training(training, tmp_path, **chosen, **position).wait()
         world.exchange(None)
-        assert names(tmp_path) == ["step-00000001"]
+        assert entry_names(tmp_path) == ["step-00000001"]
         checkpoint.verify(tmp_path)
         assert training.load(tmp_path).step == 1
         training.save(tmp_path, 2, keep_last=1)
 
     comm.run_threads(RANKS, rank)
-    assert names(tmp_path) == ["step-00000002"]
+    assert entry_names(tmp_path) == ["step-00000002"]
 
 
 def test_what_a_rank_wrote_is_compared_with_what_it_should_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the ranks have agreed before."""
-    monkeypatch.setattr(saving.Job, "outline", lambda job: {})
+    monkeypatch.setattr(saving.SaveJob, "outline", lambda job: {})
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1)
         with pytest.raises(CheckpointError, match=r"\d+ items from rank 1, as rank 0 has sharded the model; got \d+"):
-            way = without_optimizer if world.rank else everything
+            way = without_optimizer if world.rank else save_training
             way(training, tmp_path, step=2, keep_last=1)
 
     comm.run_threads(RANKS, rank)
-    assert names(tmp_path) == ["step-00000001"]
+    assert entry_names(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("damage", ("shortened", "gone"))
@@ -103,11 +103,11 @@ def test_no_old_checkpoint_goes_for_one_that_is_not_on_the_disk(
 
     def lose(file: files.DataFile, *error: Any) -> None:
         end(file, *error)
-        if file.path.name == files.data_name(1):
+        if file.path.name == files.data_file_name(1):
             os.truncate(file.path, 100) if damage == "shortened" else file.path.unlink()
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.save(tmp_path, 1)
         world.exchange(None)
         if world.rank == 0:
@@ -118,14 +118,14 @@ def test_no_old_checkpoint_goes_for_one_that_is_not_on_the_disk(
         assert training.load(tmp_path).step == 1
 
     comm.run_threads(RANKS, rank)
-    assert names(tmp_path) == ["step-00000001"]
+    assert entry_names(tmp_path) == ["step-00000001"]
 
 
 # -- two jobs in one folder --------------------------------------------------------------------------------------------
 
 _JOB = """
 import os, pathlib, sys, time, npuzero
-from checkpoint.training import Training
+from checkpoint.training import CheckpointTraining
 
 folder, gate = map(pathlib.Path, sys.argv[1:])
 write = os.writev
@@ -137,7 +137,7 @@ def held(descriptor, pieces):
     return write(descriptor, pieces)
 
 os.writev = held
-training = Training(npuzero.comm.SingleWorld(), "zero3")
+training = CheckpointTraining(npuzero.comm.SingleWorld(), "zero3")
 training.save(folder, 2)
 gate.unlink()
 gate.with_suffix(".saved").touch()
@@ -145,7 +145,7 @@ training.save(folder, 3)
 """
 
 
-def wait_for(path: Path) -> None:
+def wait_for_file(path: Path) -> None:
     deadline = time.monotonic() + 60.0
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} does not come"
@@ -170,29 +170,29 @@ def test_a_job_that_saves_into_the_folder_of_another_hears_of_it(
 ) -> None:
     """While the other lives: an error with its name, and its save succeeds. Once it was killed: its leftovers go."""
     run, gate = tmp_path / "run", tmp_path / "gate"
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     training.save(run, 1)
     says = rf"no other job is saving into; got a save under way by process {other_job.pid} on .*, since 20"
-    wait_for(gate.with_suffix(".writing"))
+    wait_for_file(gate.with_suffix(".writing"))
     with pytest.raises(CheckpointError, match=says):
         training.save(run, 2, keep_last=1)
     gate.touch()
-    wait_for(gate.with_suffix(".saved"))
+    wait_for_file(gate.with_suffix(".saved"))
     assert checkpoint.latest(run) == run / "step-00000002"
     checkpoint.verify(run)
-    wait_for(gate.with_suffix(".writing"))
+    wait_for_file(gate.with_suffix(".writing"))
     with pytest.raises(CheckpointError, match=says):
         training.save(run, 3)
     other_job.kill()
     other_job.wait()
     training.save(run, 3, keep_last=2)
-    assert names(run) == ["step-00000002", "step-00000003"]
+    assert entry_names(run) == ["step-00000002", "step-00000003"]
     checkpoint.verify(run)
 
 
-def claimed(run: Path, **changes: Any) -> Path:
+def claimed_partial_folder(run: Path, **changes: Any) -> Path:
     """What a job leaves that ended while it saved; who it was, with ``changes``."""
-    partial = folder.Partial(run, 7)
+    partial = folder.PartialCheckpoint(run, 7)
     (partial.path / "__0_0.distcp").write_bytes(b"half")
     partial.claim.release(forget=False)
     words = partial.claim.path
@@ -202,8 +202,8 @@ def claimed(run: Path, **changes: Any) -> Path:
 
 def test_what_may_be_another_hosts_is_left_alone(tmp_path: Path) -> None:
     """Its lock says nothing here; and it is not in the way."""
-    theirs = claimed(tmp_path, host="elsewhere", boot="another")
-    training = Training(comm.SingleWorld(), "zero3")
+    theirs = claimed_partial_folder(tmp_path, host="elsewhere", boot="another")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     training.save(tmp_path, 7, keep_last=1)
     assert (theirs / "__0_0.distcp").exists()
     checkpoint.verify(tmp_path)
@@ -215,25 +215,25 @@ def test_what_may_be_another_hosts_is_left_alone(tmp_path: Path) -> None:
     ids=["itself, failed", "the id of a later process", "no such process", "of a container of this host"],
 )
 def test_what_a_dead_job_left_goes(changes: dict[str, Any], tmp_path: Path) -> None:
-    claimed(tmp_path, **changes)
-    Training(comm.SingleWorld(), "zero3").save(tmp_path, 8)
-    assert names(tmp_path) == ["step-00000008"]
+    claimed_partial_folder(tmp_path, **changes)
+    CheckpointTraining(comm.SingleWorld(), "zero3").save(tmp_path, 8)
+    assert entry_names(tmp_path) == ["step-00000008"]
 
 
 @pytest.mark.parametrize("words", (b"", b"{}", b"[" * 3000, b'{"host": 1}', b"\xff"))
 def test_claims_that_nobody_can_read_are_in_nobodys_way(words: bytes, tmp_path: Path) -> None:
-    claimed(tmp_path).with_name("x")
+    claimed_partial_folder(tmp_path).with_name("x")
     (claim,) = tmp_path.glob("*.owner")
     claim.write_bytes(words)
-    assert owner.look(claim) == (owner.Fate.UNKNOWN, None)
-    Training(comm.SingleWorld(), "zero3").save(tmp_path, 8)
+    assert owner.read_claim(claim) == (owner.OwnerStatus.UNKNOWN, None)
+    CheckpointTraining(comm.SingleWorld(), "zero3").save(tmp_path, 8)
 
 
 def test_a_claim_of_nothing_by_nobody_goes(tmp_path: Path) -> None:
     """As a process leaves it that is killed in the moment in which it makes its claim."""
     (tmp_path / ".partial-step-00000007-0123456789abcdef.owner").touch()
-    Training(comm.SingleWorld(), "zero3").save(tmp_path, 8)
-    assert names(tmp_path) == ["step-00000008"]
+    CheckpointTraining(comm.SingleWorld(), "zero3").save(tmp_path, 8)
+    assert entry_names(tmp_path) == ["step-00000008"]
 
 
 def test_a_claim_that_was_taken_for_a_dead_ones_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,18 +246,18 @@ def test_a_claim_that_was_taken_for_a_dead_ones_is_made_again(tmp_path: Path, mo
         return write(descriptor, words)
 
     monkeypatch.setattr(os, "write", slowly)
-    claim = owner.Claim(path)
+    claim = owner.ClaimFile(path)
     assert taken
-    assert owner.look(path)[0] is owner.Fate.ALIVE
+    assert owner.read_claim(path)[0] is owner.OwnerStatus.ALIVE
     claim.release()
     assert not path.exists()
 
 
 def test_another_job_that_was_quicker_keeps_its_checkpoint(tmp_path: Path) -> None:
-    first, second = folder.Partial(tmp_path / "a", 5), folder.Partial(tmp_path / "b", 5)
+    first, second = folder.PartialCheckpoint(tmp_path / "a", 5), folder.PartialCheckpoint(tmp_path / "b", 5)
     for partial in (first, second):
-        files.write(partial.path / files.MANIFEST, partial.path.name.encode())
-    first.commit().rename(tmp_path / "b" / folder.name_of(5))
+        files.write_durably(partial.path / files.MANIFEST, partial.path.name.encode())
+    first.commit().rename(tmp_path / "b" / folder.step_folder_name(5))
     with pytest.raises(CheckpointError, match="a checkpoint of this step"):
         second.commit()
     for partial in (first, second):
@@ -301,7 +301,7 @@ def test_leftovers_named_like_a_checkpoint_block_neither_saves_nor_resuming(
         leave(tmp_path / name)
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         kept: Any = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
         with checkpoint.Checkpointer(tmp_path, every=1, keep_last=2, **kept) as checkpoints:
             assert checkpoints.resume() == 0
@@ -313,14 +313,14 @@ def test_leftovers_named_like_a_checkpoint_block_neither_saves_nor_resuming(
 
     comm.run_threads(RANKS, rank)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
-    found = [name for name in names(tmp_path) if not name.startswith(".")]
+    found = [name for name in entry_names(tmp_path) if not name.startswith(".")]
     aside = [name for name in found if name.startswith("step-00000002.aside-")]
     assert [name for name in found if name not in aside] == ["step-00000003", "step-00000004", "step-00000100"]
     assert len(aside) == 1, "what a user has put there is kept"
 
 
 def test_links_to_checkpoints_are_checkpoints(tmp_path: Path) -> None:
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     training.save(tmp_path / "archive", 5)
     run = tmp_path / "run"
     run.mkdir()
@@ -328,21 +328,21 @@ def test_links_to_checkpoints_are_checkpoints(tmp_path: Path) -> None:
     assert training.load(run).step == 5
     for step in (6, 7):
         training.save(run, step, keep_last=1)
-    assert names(run) == ["step-00000005", "step-00000007"]
+    assert entry_names(run) == ["step-00000005", "step-00000007"]
     checkpoint.verify(tmp_path / "archive")
 
 
 def test_the_one_just_saved_is_kept_though_there_are_later_ones(tmp_path: Path) -> None:
     """Training went back to an earlier checkpoint, and on from there."""
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     for step in (10, 20, 30):
         training.save(tmp_path, step)
     assert training.save(tmp_path, 15, keep_last=2).wait().exists()
-    assert names(tmp_path) == ["step-00000015", "step-00000030"]
+    assert entry_names(tmp_path) == ["step-00000015", "step-00000030"]
 
 
 def test_no_such_checkpoint_is_said_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(comm.SingleWorld(), "zero3")
+    training = CheckpointTraining(comm.SingleWorld(), "zero3")
     with pytest.raises(CheckpointError, match="a complete checkpoint; got none: no such folder"):
         training.load(tmp_path / "nowhere")
     a_half_copied_checkpoint(tmp_path / "step-00000003")
@@ -371,7 +371,7 @@ def test_a_folder_that_rank_0_cannot_read_is_an_error_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         kept: Any = {"model": training.model, "optimizer": training.optimizer}
         for way in (checkpoint.Checkpointer(tmp_path / ("x" * 300), every=1, **kept).resume, training.load):
             with pytest.raises(CheckpointError, match="File name too long"):

@@ -40,33 +40,35 @@ OTHERS = [
 ]
 
 
-def text(value: str) -> bytes:
+def pickled_text(value: str) -> bytes:
     return b"\x8c" + bytes([len(value)]) + value.encode()
 
 
-def name(module: str, attribute: str) -> bytes:
-    return text(module) + text(attribute) + b"\x93"
+def pickled_global(module: str, attribute: str) -> bytes:
+    return pickled_text(module) + pickled_text(attribute) + b"\x93"
 
 
-def number(value: int) -> bytes:
+def pickled_int(value: int) -> bytes:
     return b"J" + struct.pack("<i", value)
 
 
-def program(*parts: bytes) -> bytes:
+def pickle_program(*parts: bytes) -> bytes:
     return b"\x80\x04" + b"".join(parts) + b"."
 
 
-def fields(**values: bytes) -> bytes:
-    return b"}(" + b"".join(text(key) + value for key, value in values.items()) + b"u"
+def pickled_dict(**values: bytes) -> bytes:
+    return b"}(" + b"".join(pickled_text(key) + value for key, value in values.items()) + b"u"
 
 
-def instance(kind: str, state: bytes, module: str = META) -> bytes:
-    return name(module, kind) + b")\x81" + state + b"b"
+def pickled_instance(kind: str, state: bytes, module: str = META) -> bytes:
+    return pickled_global(module, kind) + b")\x81" + state + b"b"
 
 
-SLOTS = b"N" + fields(__init__=number(1), fqn=number(1), dtype=number(1)) + b"\x86"  # (None, {...}): set by setattr
-MEMBER = name(META, "_MEM_FORMAT_ENCODING") + number(0) + b"\x85R"
-LAYOUT = name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
+SLOTS = (
+    b"N" + pickled_dict(__init__=pickled_int(1), fqn=pickled_int(1), dtype=pickled_int(1)) + b"\x86"
+)  # (None, {...}): set by setattr
+MEMBER = pickled_global(META, "_MEM_FORMAT_ENCODING") + pickled_int(0) + b"\x85R"
+LAYOUT = pickled_global("torch.serialization", "_get_layout") + pickled_text("torch.strided") + b"\x85R"
 #: A list of lists, each twice in the next: short, and endless for whoever prints it.
 WEAVE = b"]\x94]\x94a" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94a" for i in range(1, 60))
 
@@ -74,67 +76,73 @@ HOSTILE: dict[str, bytes] = {
     "nothing": b"",
     "no pickle": b"not a pickle at all",
     "the end at once": b".",
-    "nothing on the stack": program(b"0"),
+    "nothing on the stack": pickle_program(b"0"),
     "cut off": pickle.dumps(dcp.Metadata({}), protocol=4)[:-20],
-    **{f"attributes of {kind}": program(name(module, kind), SLOTS, b"b") for module, kind in CLASSES + OTHERS},
-    **{f"a dict for {kind}": program(name(module, kind), fields(a=number(1)), b"b") for module, kind in CLASSES},
-    "attributes of an enum's member": program(MEMBER, SLOTS, b"b"),
-    "attributes of a layout": program(LAYOUT, SLOTS, b"b"),
-    "attributes of an instance": program(instance("StorageMeta", SLOTS)),
-    "another class for an instance": program(instance("StorageMeta", fields(__class__=name(META, "Metadata")))),
-    "another dict for an instance": program(instance("StorageMeta", fields(__dict__=b"}"))),
-    "fields of a stranger": program(instance("StorageMeta", fields(modules=b"]", more=b"N"))),
-    "a list for a state": program(instance("StorageMeta", b"]")),
-    "a state twice": program(instance("StorageMeta", fields(modules=b"]")), fields(modules=b"]"), b"b"),
-    "fields of other types": program(instance("MetadataIndex", fields(fqn=WEAVE))),
-    "properties of other types": program(instance("TensorProperties", b"(" + WEAVE + b"NNNNt")),
+    **{f"attributes of {kind}": pickle_program(pickled_global(module, kind), SLOTS, b"b") for module,
+        kind in CLASSES + OTHERS},
+    **{f"a dict for {kind}": pickle_program(pickled_global(module, kind), pickled_dict(a=pickled_int(1)),
+        b"b") for module, kind in CLASSES},
+    "attributes of an enum's member": pickle_program(MEMBER, SLOTS, b"b"),
+    "attributes of a layout": pickle_program(LAYOUT, SLOTS, b"b"),
+    "attributes of an instance": pickle_program(pickled_instance("StorageMeta", SLOTS)),
+    "another class for an instance": pickle_program(pickled_instance("StorageMeta",
+        pickled_dict(__class__=pickled_global(META, "Metadata")))),
+    "another dict for an instance": pickle_program(pickled_instance("StorageMeta", pickled_dict(__dict__=b"}"))),
+    "fields of a stranger": pickle_program(pickled_instance("StorageMeta", pickled_dict(modules=b"]", more=b"N"))),
+    "a list for a state": pickle_program(pickled_instance("StorageMeta", b"]")),
+    "a state twice": pickle_program(pickled_instance("StorageMeta", pickled_dict(modules=b"]")),
+        pickled_dict(modules=b"]"), b"b"),
+    "fields of other types": pickle_program(pickled_instance("MetadataIndex", pickled_dict(fqn=WEAVE))),
+    "properties of other types": pickle_program(pickled_instance("TensorProperties", b"(" + WEAVE + b"NNNNt")),
     "ten bytes that ask for 4 GB of memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
-    "a memo at 255": program(b"Nq\xff"),
-    "a memo that is not there": program(b"j\xff\xff\xff\xff"),
+    "a memo at 255": pickle_program(b"Nq\xff"),
+    "a memo that is not there": pickle_program(b"j\xff\xff\xff\xff"),
     "a frame of 2^62": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"\x8c\x7fa.",
-    "a text of 2^62": program(b"\x8d" + struct.pack("<Q", 2**62)),
-    "a text of 4 GB": program(b"X\xff\xff\xff\xff"),
-    "bytes of 2^62": program(b"\x8e" + struct.pack("<Q", 2**62)),
-    "a byte array of 2^62": program(b"\x96" + struct.pack("<Q", 2**62)),
-    "a number of 2 GB": program(b"\x8b\xff\xff\xff\x7f"),
-    "a number in digits": program(b"I" + b"9" * 100_000 + b"\n"),
-    "marks as deep as they come": program(b"(" * 100_000),
-    "lists as deep as they come": program(b"]" * 100_000 + b"a" * 99_999),
-    "a key that hashes for ever": program(b"})" + b"\x85" * 200_000 + b"Ns"),
-    "keys that are numbers": program(b"}(", *(number(i) + b"N" for i in range(99)), b"u"),
-    "os.system": program(name("posix", "system"), text("touch evil"), b"\x85R"),
-    "eval": program(name("builtins", "eval"), text("1"), b"\x85R"),
+    "a text of 2^62": pickle_program(b"\x8d" + struct.pack("<Q", 2**62)),
+    "a text of 4 GB": pickle_program(b"X\xff\xff\xff\xff"),
+    "bytes of 2^62": pickle_program(b"\x8e" + struct.pack("<Q", 2**62)),
+    "a byte array of 2^62": pickle_program(b"\x96" + struct.pack("<Q", 2**62)),
+    "a number of 2 GB": pickle_program(b"\x8b\xff\xff\xff\x7f"),
+    "a number in digits": pickle_program(b"I" + b"9" * 100_000 + b"\n"),
+    "marks as deep as they come": pickle_program(b"(" * 100_000),
+    "lists as deep as they come": pickle_program(b"]" * 100_000 + b"a" * 99_999),
+    "a key that hashes for ever": pickle_program(b"})" + b"\x85" * 200_000 + b"Ns"),
+    "keys that are numbers": pickle_program(b"}(", *(pickled_int(i) + b"N" for i in range(99)), b"u"),
+    "os.system": pickle_program(pickled_global("posix", "system"), pickled_text("touch evil"), b"\x85R"),
+    "eval": pickle_program(pickled_global("builtins", "eval"), pickled_text("1"), b"\x85R"),
     "eval, by protocol 0": b"cbuiltins\neval\n(S'1'\ntR.",
     "eval, by INST": b"(S'1'\nibuiltins\neval\n.",
-    "its subclasses": program(
-        name("builtins", "getattr"), name(META, "Metadata"), text("__subclasses__"), b"\x86R"
+    "its subclasses": pickle_program(
+        pickled_global("builtins", "getattr"), pickled_global(META, "Metadata"), pickled_text("__subclasses__"),
+            b"\x86R"
     ),
-    "a name in a name": program(name(META, "Metadata.__init__"), b")R"),
-    "a class by NEWOBJ_EX": program(name(META, "Metadata"), b")}\x92"),
-    "a class that is called": program(name(META, "StorageMeta"), b")R"),
-    "a class that is no class": program(name("torch", "Size"), b")\x81"),
-    "an extension": program(b"\x82\x01"),
-    "an extension of 2 bytes": program(b"\x83\x01\x01"),
-    "an extension of 4 bytes": program(b"\x84\x01\x01\x01\x01"),
-    "a persistent id": program(text("0"), b"Q"),
+    "a name in a name": pickle_program(pickled_global(META, "Metadata.__init__"), b")R"),
+    "a class by NEWOBJ_EX": pickle_program(pickled_global(META, "Metadata"), b")}\x92"),
+    "a class that is called": pickle_program(pickled_global(META, "StorageMeta"), b")R"),
+    "a class that is no class": pickle_program(pickled_global("torch", "Size"), b")\x81"),
+    "an extension": pickle_program(b"\x82\x01"),
+    "an extension of 2 bytes": pickle_program(b"\x83\x01\x01"),
+    "an extension of 4 bytes": pickle_program(b"\x84\x01\x01\x01\x01"),
+    "a persistent id": pickle_program(pickled_text("0"), b"Q"),
     "a persistent id in a line": b"P0\n.",
-    "an enum of what prints for ever": program(name(META, "_MEM_FORMAT_ENCODING"), WEAVE, b"\x85R"),
-    "a layout of what prints for ever": program(name("torch.serialization", "_get_layout"), WEAVE, b"\x85R"),
-    "a size of many dimensions": program(name("torch", "Size"), b"(" + b"K\x01" * 100_000 + b"t\x85R"),
-    "a size of sizes": program(name("torch", "Size"), b"(" + b"]" * 3 + b"t\x85R"),
-    "many arguments": program(name("pathlib", "PosixPath"), b"(" + b"K\x01" * 100_000 + b"tR"),
-    "something else": program(b"N"),
-    "a list": program(b"]"),
-    "a module that is no text": program(b"]]\x93"),
+    "an enum of what prints for ever": pickle_program(pickled_global(META, "_MEM_FORMAT_ENCODING"), WEAVE, b"\x85R"),
+    "a layout of what prints for ever": pickle_program(pickled_global("torch.serialization", "_get_layout"), WEAVE,
+        b"\x85R"),
+    "a size of many dimensions": pickle_program(pickled_global("torch", "Size"), b"(" + b"K\x01" * 100_000 + b"t\x85R"),
+    "a size of sizes": pickle_program(pickled_global("torch", "Size"), b"(" + b"]" * 3 + b"t\x85R"),
+    "many arguments": pickle_program(pickled_global("pathlib", "PosixPath"), b"(" + b"K\x01" * 100_000 + b"tR"),
+    "something else": pickle_program(b"N"),
+    "a list": pickle_program(b"]"),
+    "a module that is no text": pickle_program(b"]]\x93"),
 }  # fmt: skip
 
 
-def tensor(shape: tuple[int, ...], chunks: list[Any] | None = None) -> Any:
+def tensor_metadata(shape: tuple[int, ...], chunks: list[Any] | None = None) -> Any:
     whole = [dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size(shape), chunks or whole)
 
 
-def described(tensors: dict[str, Any], length: int = 64, **changes: Any) -> bytes:
+def index_of_tensors(tensors: dict[str, Any], length: int = 64, **changes: Any) -> bytes:
     """A well-formed index over the first bytes of the one data file."""
     stored = {}
     for key, value in tensors.items():
@@ -146,19 +154,26 @@ def described(tensors: dict[str, Any], length: int = 64, **changes: Any) -> byte
 
 
 _MANY = [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))] * 5000
-_MANY_TENSORS = tensor((0,), _MANY)
+_MANY_TENSORS = tensor_metadata((0,), _MANY)
 HOSTILE |= {
-    "a tensor of 4 TiB in 64 bytes": described({"model.weight": tensor((2**40,))}),
-    "a tensor of 2^70 elements": described({"model.weight": tensor((2**35, 2**35))}),
-    "a tensor of negative size": described({"model.weight": tensor((-4, -4))}),
-    "many tensors of one list of many parts": described({f"model.{i}": _MANY_TENSORS for i in range(5000)}),
-    "an item beyond its file": described({"model.weight": tensor((4, 4))}, length=2**60),
-    "a file above the folder": described({"model.weight": tensor((4, 4))}, relative_path="../__0_0.distcp"),
-    "a file at the root": described({"model.weight": tensor((4, 4))}, relative_path="/etc/passwd"),
-    "an extension that prints for ever": program(
-        instance(
+    "a tensor of 4 TiB in 64 bytes": index_of_tensors({"model.weight": tensor_metadata((2**40,))}),
+    "a tensor of 2^70 elements": index_of_tensors({"model.weight": tensor_metadata((2**35, 2**35))}),
+    "a tensor of negative size": index_of_tensors({"model.weight": tensor_metadata((-4, -4))}),
+    "many tensors of one list of many parts": index_of_tensors({f"model.{i}": _MANY_TENSORS for i in range(5000)}),
+    "an item beyond its file": index_of_tensors({"model.weight": tensor_metadata((4, 4))}, length=2**60),
+    "a file above the folder": index_of_tensors(
+        {"model.weight": tensor_metadata((4, 4))}, relative_path="../__0_0.distcp"
+    ),
+    "a file at the root": index_of_tensors({"model.weight": tensor_metadata((4, 4))}, relative_path="/etc/passwd"),
+    "an extension that prints for ever": pickle_program(
+        pickled_instance(
             "_StorageInfo",
-            fields(relative_path=text("a"), offset=number(0), length=number(1), transform_descriptors=WEAVE),
+            pickled_dict(
+                relative_path=pickled_text("a"),
+                offset=pickled_int(0),
+                length=pickled_int(1),
+                transform_descriptors=WEAVE,
+            ),
             FILES,
         )
     ),
@@ -187,7 +202,7 @@ def test_there_are_enough() -> None:
 # -- what must hold ----------------------------------------------------------------------------------------------------
 
 
-class Trained:
+class SmallTraining:
     """A small model, to save and load."""
 
     def __init__(self) -> None:
@@ -204,17 +219,17 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
-    return Trained()
+def trained() -> SmallTraining:
+    return SmallTraining()
 
 
-def forge(path: Path, name: str, raw: bytes) -> None:
+def forge_checkpoint_file(path: Path, name: str, raw: bytes) -> None:
     """Replace a file, and make the manifest agree."""
     (path / name).write_bytes(raw)
-    rewrite(path, lambda content: content["files"].update({name: [len(raw), zlib.crc32(raw)]}))
+    rewrite_manifest(path, lambda content: content["files"].update({name: [len(raw), zlib.crc32(raw)]}))
 
 
-def rewrite(path: Path, change: Any) -> None:
+def rewrite_manifest(path: Path, change: Any) -> None:
     """Change what the manifest says; its checksum is right."""
     content = json.loads((path / files.MANIFEST).read_bytes().splitlines()[0])
     content = change(content) or content
@@ -228,11 +243,11 @@ def rewrite(path: Path, change: Any) -> None:
     + [pytest.param(case, True, id=f"{case}, vouched for", marks=pytest.mark.slow) for case in HOSTILE],
 )
 def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
-    case: str, ours: bool, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, ours: bool, trained: SmallTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = trained.save(tmp_path / "hostile")
-    forge(path, files.METADATA, HOSTILE[case])
+    forge_checkpoint_file(path, files.METADATA, HOSTILE[case])
     if not ours:
         (path / files.MANIFEST).unlink()
     began_s = time.process_time()
@@ -260,7 +275,7 @@ def test_what_torch_writes_is_read_by_every_protocol(protocol: int) -> None:
 
     index = dcp.MetadataIndex("a.weight", torch.Size([0, 0]), 0)
     written = dcp.Metadata(
-        {"a.weight": tensor((300, 2)), "b": dcp.BytesStorageMetadata()},
+        {"a.weight": tensor_metadata((300, 2)), "b": dcp.BytesStorageMetadata()},
         {"a.weight": ("a", "weight", 3), "b": ("b",)},
         {index: _StorageInfo("__0_0.distcp", 2**33, 70_000), dcp.MetadataIndex("b"): _StorageInfo("x", 0, 5)},
         dcp.StorageMeta(Path("/somewhere"), "é" * 300, None, []),
@@ -270,25 +285,25 @@ def test_what_torch_writes_is_read_by_every_protocol(protocol: int) -> None:
     expected = pickle.loads(raw)
     expected.storage_meta.checkpoint_id = None
     for form in (raw, pickletools.optimize(raw)):
-        assert safe_pickle.loads(form, metadata.ALLOWED) == expected
+        assert safe_pickle.load_pickle(form, metadata.ALLOWED) == expected
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------------
 
 
-def listing(name: str) -> Any:
+def list_file_in_manifest(name: str) -> Any:
     return lambda content: content["files"].update({name: [1, 0]})
 
 
 MANIFESTS = {
-    "an absolute path": listing("/etc/hostname"),
-    "above": listing("../outside"),
-    "deep above": listing("a/../../outside"),
-    "below": listing("a/b"),
-    "itself": listing("."),
-    "the folder above": listing(".."),
-    "no name": listing(""),
-    "a nul": listing("a\0b"),
+    "an absolute path": list_file_in_manifest("/etc/hostname"),
+    "above": list_file_in_manifest("../outside"),
+    "deep above": list_file_in_manifest("a/../../outside"),
+    "below": list_file_in_manifest("a/b"),
+    "itself": list_file_in_manifest("."),
+    "the folder above": list_file_in_manifest(".."),
+    "no name": list_file_in_manifest(""),
+    "a nul": list_file_in_manifest("a\0b"),
     "no facts": lambda content: content["files"].update({".metadata": [1]}),
     "facts of other types": lambda content: content["files"].update({".metadata": ["1", None]}),
     "a negative length": lambda content: content["files"].update({".metadata": [-1, 0]}),
@@ -306,16 +321,16 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_hostile_manifest_is_refused(case: str, trained: Trained, tmp_path: Path) -> None:
+def test_a_hostile_manifest_is_refused(case: str, trained: SmallTraining, tmp_path: Path) -> None:
     (tmp_path / "outside").write_bytes(b"x")
     path = trained.save(tmp_path / "run")
-    rewrite(path, MANIFESTS[case])
+    rewrite_manifest(path, MANIFESTS[case])
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         trained.load(path)
 
 
 @pytest.mark.parametrize("raw", (b"", b"\n", b"[" * 100_000, b"{" * 100_000, b"9" * 10_000, b"\xff\xfe"))
-def test_a_manifest_that_is_no_json_is_refused(raw: bytes, trained: Trained, tmp_path: Path) -> None:
+def test_a_manifest_that_is_no_json_is_refused(raw: bytes, trained: SmallTraining, tmp_path: Path) -> None:
     path = trained.save(tmp_path)
     (path / files.MANIFEST).write_bytes(raw + b"\n%08x\n" % zlib.crc32(raw))
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
@@ -324,7 +339,7 @@ def test_a_manifest_that_is_no_json_is_refused(raw: bytes, trained: Trained, tmp
 
 @pytest.mark.parametrize("ours", (True, False), ids=("manifest", "none"))
 @pytest.mark.parametrize("file", (".metadata", "__0_0.distcp"))
-def test_links_to_files_elsewhere_are_refused(file: str, ours: bool, trained: Trained, tmp_path: Path) -> None:
+def test_links_to_files_elsewhere_are_refused(file: str, ours: bool, trained: SmallTraining, tmp_path: Path) -> None:
     path = trained.save(tmp_path / "run")
     (path / file).rename(tmp_path / "outside")
     (path / file).symlink_to(tmp_path / "outside")
@@ -338,7 +353,7 @@ def test_links_to_files_elsewhere_are_refused(file: str, ours: bool, trained: Tr
         trained.load(path)
 
 
-def test_links_within_the_folder_are_files(trained: Trained, tmp_path: Path) -> None:
+def test_links_within_the_folder_are_files(trained: SmallTraining, tmp_path: Path) -> None:
     path = trained.save(tmp_path / "run")
     (path / "__0_0.distcp").rename(path / "data")
     (path / "__0_0.distcp").symlink_to("data")
@@ -349,30 +364,30 @@ def test_links_within_the_folder_are_files(trained: Trained, tmp_path: Path) -> 
 # -- parts that overlap ------------------------------------------------------------------------------------------------
 
 
-def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+def chunk_metadata(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
     return dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-QUARTERS = [chunk((row, column), (2, 2)) for row in (0, 2) for column in (0, 2)]
+QUARTERS = [chunk_metadata((row, column), (2, 2)) for row in (0, 2) for column in (0, 2)]
 OVERLAPS = {
-    r"two have elements \[1:2, 0:4\]": [chunk((0, 0), (2, 4)), chunk((1, 0), (2, 4))],
-    r"none has element \[0, 0\]": [chunk((row, 0), (1, 4)) for row in (1, 2, 3, 3)],
-    r"two have elements \[0:2, 1:2\]": [*QUARTERS[:1], chunk((0, 1), (2, 2)), *QUARTERS[2:]],
-    r"two have elements \[2:4, 2:3\]": [*QUARTERS[:2], chunk((2, 1), (2, 2)), QUARTERS[3]],
+    r"two have elements \[1:2, 0:4\]": [chunk_metadata((0, 0), (2, 4)), chunk_metadata((1, 0), (2, 4))],
+    r"none has element \[0, 0\]": [chunk_metadata((row, 0), (1, 4)) for row in (1, 2, 3, 3)],
+    r"two have elements \[0:2, 1:2\]": [*QUARTERS[:1], chunk_metadata((0, 1), (2, 2)), *QUARTERS[2:]],
+    r"two have elements \[2:4, 2:3\]": [*QUARTERS[:2], chunk_metadata((2, 1), (2, 2)), QUARTERS[3]],
 }
 
 
 @pytest.mark.parametrize("says", OVERLAPS)
 def test_parts_that_overlap_and_leave_as_much_out_are_refused(says: str, tmp_path: Path) -> None:
     """As torch writes it, without checksums: every part is there, and they have as many elements as the tensor."""
-    raw = stored_tensor(program(rebuilt(STORAGE, number(0), FOUR, UNIT)))
+    raw = stored_tensor(pickle_program(pickled_rebuild_call(STORAGE, pickled_int(0), FOUR, UNIT)))
     (tmp_path / "__0_0.distcp").write_bytes(raw)
     stored = {
         dcp.MetadataIndex(key, part.offsets): _StorageInfo("__0_0.distcp", 0, len(raw))
         for key, some in {"weight": OVERLAPS[says], "other": QUARTERS}.items()
         for part in some
     }
-    index = dcp.Metadata({"weight": tensor((4, 4), OVERLAPS[says])}, None, stored)
+    index = dcp.Metadata({"weight": tensor_metadata((4, 4), OVERLAPS[says])}, None, stored)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
     model: Any = npuzero.zero(nn.Linear(4, 4, bias=False), plan="zero3", world=comm.SingleWorld())
     with pytest.raises(CheckpointError, match=f"weight.*{says}"):
@@ -393,31 +408,45 @@ def stored_tensor(pickled: bytes) -> bytes:
     return written.getvalue()
 
 
-def rebuilt(storage: bytes, offset: bytes, size: bytes, stride: bytes) -> bytes:
-    return name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + offset + size + stride + b"\x89}tR"
+def pickled_rebuild_call(storage: bytes, offset: bytes, size: bytes, stride: bytes) -> bytes:
+    return pickled_global("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + offset + size + stride + b"\x89}tR"
 
 
-STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + number(16) + b"tQ"
-FOUR = number(4) * 2 + b"\x86"
-UNIT = number(4) + number(1) + b"\x86"
+STORAGE = (
+    b"("
+    + pickled_text("storage")
+    + pickled_global("torch", "FloatStorage")
+    + pickled_text("0")
+    + pickled_text("cpu")
+    + pickled_int(16)
+    + b"tQ"
+)
+FOUR = pickled_int(4) * 2 + b"\x86"
+UNIT = pickled_int(4) + pickled_int(1) + b"\x86"
 ITEMS = {
-    "a storage that prints for ever": program(rebuilt(b"(NN" + WEAVE + b"NNtQ", number(0), FOUR, UNIT)),
-    "a storage that is not there": program(rebuilt(STORAGE.replace(text("0"), text("1")), number(0), FOUR, UNIT)),
-    "a storage that is a list": program(rebuilt(b"]", number(0), FOUR, UNIT)),
-    "sizes that print for ever": program(rebuilt(STORAGE, number(0), WEAVE + b"\x85", UNIT)),
-    "beyond the elements": program(rebuilt(STORAGE, number(1), FOUR, UNIT)),
-    "before the elements": program(rebuilt(STORAGE, number(-1), FOUR, UNIT)),
-    "another shape": program(rebuilt(STORAGE, number(0), number(16) + b"\x85", number(1) + b"\x85")),
-    "os.system": program(name("posix", "system"), text("touch evil"), b"\x85R"),
-    "no tensor": program(b"]"),
+    "a storage that prints for ever": pickle_program(
+        pickled_rebuild_call(b"(NN" + WEAVE + b"NNtQ", pickled_int(0), FOUR, UNIT)
+    ),
+    "a storage that is not there": pickle_program(
+        pickled_rebuild_call(STORAGE.replace(pickled_text("0"), pickled_text("1")), pickled_int(0), FOUR, UNIT)
+    ),
+    "a storage that is a list": pickle_program(pickled_rebuild_call(b"]", pickled_int(0), FOUR, UNIT)),
+    "sizes that print for ever": pickle_program(pickled_rebuild_call(STORAGE, pickled_int(0), WEAVE + b"\x85", UNIT)),
+    "beyond the elements": pickle_program(pickled_rebuild_call(STORAGE, pickled_int(1), FOUR, UNIT)),
+    "before the elements": pickle_program(pickled_rebuild_call(STORAGE, pickled_int(-1), FOUR, UNIT)),
+    "another shape": pickle_program(
+        pickled_rebuild_call(STORAGE, pickled_int(0), pickled_int(16) + b"\x85", pickled_int(1) + b"\x85")
+    ),
+    "os.system": pickle_program(pickled_global("posix", "system"), pickled_text("touch evil"), b"\x85R"),
+    "no tensor": pickle_program(b"]"),
 }
 
 
-def foreign(folder: Path, pickled: bytes) -> Path:
+def write_foreign_file(folder: Path, pickled: bytes) -> Path:
     raw = stored_tensor(pickled)
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(raw)
-    (folder / ".metadata").write_bytes(described({"weight": tensor((4, 4))}, length=len(raw)))
+    (folder / ".metadata").write_bytes(index_of_tensors({"weight": tensor_metadata((4, 4))}, length=len(raw)))
     return folder
 
 
@@ -426,15 +455,20 @@ def test_a_hostile_item_is_refused(case: str | None, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     model: Any = npuzero.zero(nn.Linear(4, 4, bias=False), plan="zero3", world=comm.SingleWorld())
     if case is None:  # the trap is one: without the bait it is a checkpoint
-        checkpoint.load(foreign(tmp_path / "a", program(rebuilt(STORAGE, number(0), FOUR, UNIT))), model)
+        checkpoint.load(
+            write_foreign_file(
+                tmp_path / "a", pickle_program(pickled_rebuild_call(STORAGE, pickled_int(0), FOUR, UNIT))
+            ),
+            model,
+        )
         assert not npuzero.full_state_dict(model)["weight"].any()
         return
     with pytest.raises(CheckpointError):
-        checkpoint.load(foreign(tmp_path / "a", ITEMS[case]), model)
+        checkpoint.load(write_foreign_file(tmp_path / "a", ITEMS[case]), model)
     assert not (tmp_path / "evil").exists()
 
 
-def compressed() -> bytes:
+def compressed_archive() -> bytes:
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
@@ -442,13 +476,15 @@ def compressed() -> bytes:
 
 
 BOMBS = {
-    "compressed": compressed(),
+    "compressed": compressed_archive(),
     "a bytearray": stored_tensor(b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x40\x85R."),
 }
 
 
 @pytest.mark.parametrize("reason", BOMBS)
-def test_an_item_that_unpacks_to_more_than_it_is_is_refused(reason: str, trained: Trained, tmp_path: Path) -> None:
+def test_an_item_that_unpacks_to_more_than_it_is_is_refused(
+    reason: str, trained: SmallTraining, tmp_path: Path
+) -> None:
     """Its checksums are right."""
     path = trained.save(tmp_path)
     index = pickle.loads((path / ".metadata").read_bytes())
@@ -465,8 +501,8 @@ def test_an_item_that_unpacks_to_more_than_it_is_is_refused(reason: str, trained
     data = whole[: place.offset] + bomb + whole[after:]
     table = bytearray((path / "__0_0.crc32").read_bytes())
     struct.pack_into("<I", table, 4 * offsets.index(place.offset), zlib.crc32(bomb))
-    forge(path, "__0_0.distcp", data)
-    forge(path, "__0_0.crc32", bytes(table))
-    forge(path, ".metadata", pickle.dumps(index))
+    forge_checkpoint_file(path, "__0_0.distcp", data)
+    forge_checkpoint_file(path, "__0_0.crc32", bytes(table))
+    forge_checkpoint_file(path, ".metadata", pickle.dumps(index))
     with pytest.raises(CheckpointError, match=f"item step.*{reason}"):
         trained.load(path)

@@ -10,7 +10,7 @@ import pytest
 
 from npuzero import checkpoint, comm
 
-from .lives import Job, Staged, digest, step_of
+from .lives import RankProcesses, StagedTraining, checkpoint_step, training_digest
 
 pytestmark = pytest.mark.world
 
@@ -36,7 +36,7 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
     folder = tmp_path / "run"
     last, there = 0, 2
     for _ in range(kills):
-        job = Job(ranks, folder, plan)
+        job = RankProcesses(ranks, folder, plan)
         try:
             assert job.resumed() == [last] * ranks
             wanted = last + chance.randint(0, SAVES)
@@ -45,7 +45,7 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
         finally:
             job.kill(chance)
         found = checkpoint.latest(folder)
-        last = step_of(found)
+        last = checkpoint_step(found)
         assert last >= wanted, "a complete checkpoint is lost"
         if found:
             checkpoint.verify(found)
@@ -57,11 +57,12 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "states stay on the disk"
     if plan.startswith("staged"):
         comm.run_threads(
-            ranks, lambda world: _is_as_never_killed(Staged.of(world, plan), Staged.of(world, plan), folder)
+            ranks,
+            lambda world: _is_as_never_killed(StagedTraining.of(world, plan), StagedTraining.of(world, plan), folder),
         )
 
 
-def _is_as_never_killed(one: Staged, other: Staged, folder: Path) -> None:
+def _is_as_never_killed(one: StagedTraining, other: StagedTraining, folder: Path) -> None:
     found = one.load(folder)
     other.steps(0, found.step)
-    assert digest(one) == digest(other)
+    assert training_digest(one) == training_digest(other)

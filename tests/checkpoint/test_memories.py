@@ -12,14 +12,14 @@ import torch
 from npuzero import Plan, Settings, checkpoint, comm
 from npuzero.comm import World
 from world.test_optimizers import optimizer_state
-from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
-from world.toy import build
+from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed_plan
+from world.toy import build_seeded_model
 from world.train import CutSession, State, assert_same_bits
 
 __all__ = ["folders"]  # a fixture
 
 
-class Kind(NamedTuple):
+class StatesPlacement(NamedTuple):
     """Where states rest, and on how many ranks."""
 
     ranks: int = 2
@@ -29,20 +29,20 @@ class Kind(NamedTuple):
     def row(self, precision: str) -> Plan:
         if self.where is None:
             return Plan.preset("zero3", precision=PRECISIONS[precision], local_size=1)
-        return placed("zero3", PRECISIONS[precision], self.ranks, **self.where)
+        return placed_plan("zero3", PRECISIONS[precision], self.ranks, **self.where)
 
 
 KINDS = {
-    "device": Kind(),
-    "host": Kind(where={"memory": HOST, "gradients": True}),
-    "files": Kind(where={"memory": NVME}),
-    "a part": Kind(where={"memory": HOST, "share": 0.3}),
-    "a part in files": Kind(where={"memory": NVME, "share": 0.3}),
-    "other chunks": Kind(chunk_bytes=20000, where={"memory": NVME}),
-    "parameters in files": Kind(where={"memory": NVME, "parameters": NVME}),
-    "parameters on the host": Kind(ranks=3, where={"memory": NVME, "parameters": HOST}),
-    "three ranks": Kind(ranks=3, where={"memory": NVME}),
-    "three ranks' devices": Kind(ranks=3),
+    "device": StatesPlacement(),
+    "host": StatesPlacement(where={"memory": HOST, "gradients": True}),
+    "files": StatesPlacement(where={"memory": NVME}),
+    "a part": StatesPlacement(where={"memory": HOST, "share": 0.3}),
+    "a part in files": StatesPlacement(where={"memory": NVME, "share": 0.3}),
+    "other chunks": StatesPlacement(chunk_bytes=20000, where={"memory": NVME}),
+    "parameters in files": StatesPlacement(where={"memory": NVME, "parameters": NVME}),
+    "parameters on the host": StatesPlacement(ranks=3, where={"memory": NVME, "parameters": HOST}),
+    "three ranks": StatesPlacement(ranks=3, where={"memory": NVME}),
+    "three ranks' devices": StatesPlacement(ranks=3),
 }
 QUICK = [
     ("8 bits", "files", "a part"),
@@ -53,10 +53,10 @@ QUICK = [
 ALL = [(precision, saved, loaded) for precision in PRECISIONS for saved in KINDS for loaded in KINDS]
 
 
-class Run:
-    def __init__(self, world: World, kind: Kind, precision: str, seed: int = 0) -> None:
+class PlacedStatesRun:
+    def __init__(self, world: World, kind: StatesPlacement, precision: str, seed: int = 0) -> None:
         settings = Settings(chunk_bytes=kind.chunk_bytes)
-        self.session = CutSession(build(seed), world, plan=kind.row(precision), settings=settings)
+        self.session = CutSession(build_seeded_model(seed), world, plan=kind.row(precision), settings=settings)
         self.optimizer = self.session.optimizer(torch.optim.AdamW, lr=1e-2)
 
     def step(self, number: int) -> None:
@@ -68,11 +68,11 @@ class Run:
         return optimizer_state(self.optimizer) | self.session.state()
 
 
-def saved_and_next(folder: Path, kind: Kind, precision: str) -> tuple[State, State]:
+def saved_and_next(folder: Path, kind: StatesPlacement, precision: str) -> tuple[State, State]:
     """The state that is saved right after a step, and that after the next one."""
 
     def rank(world: World) -> tuple[State, State]:
-        run = Run(world, kind, precision)
+        run = PlacedStatesRun(world, kind, precision)
         for number in range(2):
             run.step(number)
         checkpoint.save(folder, run.session.model, run.optimizer, step=2)
@@ -83,9 +83,9 @@ def saved_and_next(folder: Path, kind: Kind, precision: str) -> tuple[State, Sta
     return comm.run_threads(kind.ranks, rank)[0]
 
 
-def loaded_and_next(folder: Path, kind: Kind, precision: str) -> tuple[State, State]:
+def loaded_and_next(folder: Path, kind: StatesPlacement, precision: str) -> tuple[State, State]:
     def rank(world: World) -> tuple[State, State]:
-        run = Run(world, kind, precision, seed=1)
+        run = PlacedStatesRun(world, kind, precision, seed=1)
         checkpoint.load(folder, run.session.model, run.optimizer)
         state = run.state()
         run.step(2)

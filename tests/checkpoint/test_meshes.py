@@ -19,18 +19,18 @@ from torch.distributed import checkpoint as dcp
 import npuzero
 from npuzero import checkpoint, comm
 from npuzero.checkpoint import CutTensor
-from npuzero.checkpoint.files import MANIFEST, data_name
-from npuzero.checkpoint.parts import Piece
-from npuzero.checkpoint.source import Source
+from npuzero.checkpoint.files import MANIFEST, data_file_name
+from npuzero.checkpoint.parts import SlotPiece
+from npuzero.checkpoint.source import CheckpointReader
 from npuzero.comm import World
 from npuzero.plan import DATA as AXES
-from npuzero.plan import Cut, Portion, Relation
-from npuzero.shard.layout import Slot
+from npuzero.plan import Cut, Relation, TensorPortion
+from npuzero.shard.layout import FlatSlot
 from npuzero.shard.relations import relate_parameter
-from npuzero.shard.tiles import Rows
-from world.cutting import Words, shard, train_cut
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from npuzero.shard.tiles import TileRows
+from world.cutting import CutWordsModel, build_cut_model, train_cut_words
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
@@ -41,7 +41,7 @@ State = dict[str, Tensor]
 CUT, DATA, ALONE, WIDE = (4, 2, "zero3"), (4, 1, "zero3"), (1, 1, "zero1"), (4, 4, "zero2")
 
 
-def state_of(model: Any, optimizer: Any) -> State:
+def full_training_state(model: Any, optimizer: Any) -> State:
     """Whole tensors by name, the optimizer's among them."""
     state = npuzero.full_state_dict(model, rank0_only=False)
     named = [name for name, _ in model.named_parameters()]
@@ -50,22 +50,22 @@ def state_of(model: Any, optimizer: Any) -> State:
     return state
 
 
-def made(world: World, where: Where, seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
+def build_on_mesh(world: World, where: Where, seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
     _, tensor, plan = where
-    model, mesh = shard(world, tensor, plan, seed, **options)
+    model, mesh = build_cut_model(world, tensor, plan, seed, **options)
     return model, mesh, npuzero.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def saved(where: Where, folder: Path, asynchronous: bool = False, **options: Any) -> State:
+def save_from_mesh(where: Where, folder: Path, asynchronous: bool = False, **options: Any) -> State:
     """Train three steps and save; what was saved."""
 
     def rank(world: World) -> State:
-        model, mesh, optimizer = made(world, where, **options)
-        train_cut(model, mesh, optimizer, range(3))
+        model, mesh, optimizer = build_on_mesh(world, where, **options)
+        train_cut_words(model, mesh, optimizer, range(3))
         saving = checkpoint.save(folder, model, optimizer, step=3, asynchronous=asynchronous)
-        state = state_of(model, optimizer)
+        state = full_training_state(model, optimizer)
         if asynchronous:
-            train_cut(model, mesh, optimizer, range(3, 5))
+            train_cut_words(model, mesh, optimizer, range(3, 5))
         saving.wait()
         return state
 
@@ -75,38 +75,38 @@ def saved(where: Where, folder: Path, asynchronous: bool = False, **options: Any
     return states[0]
 
 
-def loaded(world: World, where: Where, folder: Path, more: int = 0, **options: Any) -> State:
-    model, mesh, optimizer = made(world, where, seed=9, **options)
+def load_on_mesh(world: World, where: Where, folder: Path, more: int = 0, **options: Any) -> State:
+    model, mesh, optimizer = build_on_mesh(world, where, seed=9, **options)
     assert checkpoint.load(folder, model, optimizer).step == 3
-    train_cut(model, mesh, optimizer, range(3, 3 + more))
-    return state_of(model, optimizer)
+    train_cut_words(model, mesh, optimizer, range(3, 3 + more))
+    return full_training_state(model, optimizer)
 
 
 @cache
-def trained(steps: int) -> State:
+def train_in_one_process(steps: int) -> State:
     """The same training in one go, on one rank."""
 
     def rank(world: World) -> State:
-        model, mesh, optimizer = made(world, ALONE)
-        train_cut(model, mesh, optimizer, range(steps))
-        return state_of(model, optimizer)
+        model, mesh, optimizer = build_on_mesh(world, ALONE)
+        train_cut_words(model, mesh, optimizer, range(steps))
+        return full_training_state(model, optimizer)
 
     return comm.run_threads(1, rank)[0]
 
 
-def check(first: Where, second: Where, folder: Path) -> None:
-    expected = saved(first, folder)
-    assert_close(expected, trained(3), 1e-4)
+def check_mesh_to_mesh(first: Where, second: Where, folder: Path) -> None:
+    expected = save_from_mesh(first, folder)
+    assert_states_close(expected, train_in_one_process(3), 1e-4)
     checkpoint.verify(folder)
-    for state in comm.run_threads(second[0], lambda world: loaded(world, second, folder)):
+    for state in comm.run_threads(second[0], lambda world: load_on_mesh(world, second, folder)):
         assert_same_bits(state, expected)
-    for state in comm.run_threads(second[0], lambda world: loaded(world, second, folder, more=2)):
-        assert_close(state, trained(5), 1e-4)
+    for state in comm.run_threads(second[0], lambda world: load_on_mesh(world, second, folder, more=2)):
+        assert_states_close(state, train_in_one_process(5), 1e-4)
 
 
 @pytest.mark.parametrize(("first", "second"), [(CUT, DATA), (DATA, CUT), (CUT, ALONE), (CUT, WIDE), (WIDE, CUT)])
 def test_a_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_path: Path) -> None:
-    check(first, second, tmp_path)
+    check_mesh_to_mesh(first, second, tmp_path)
 
 
 @pytest.mark.slow
@@ -117,33 +117,35 @@ def test_a_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_p
     "first", [(2, 2, "zero0"), (3, 3, "zero3"), (4, 2, "zero1.5"), (6, 2, "zero2"), (6, 3, "zero3")]
 )
 def test_every_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_path: Path) -> None:
-    check(first, second, tmp_path)
+    check_mesh_to_mesh(first, second, tmp_path)
 
 
 @st.composite
-def portions(draw: st.DrawFn) -> Portion:
+def tensor_portions(draw: st.DrawFn) -> TensorPortion:
     """This rank's part of a tensor of one to four dimensions, cut along any of them."""
     count = draw(st.integers(2, 3))
     spans = tuple(count * k for k in draw(st.lists(st.integers(1, 3), max_size=3)))
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
     shape[dim] = sum(spans) or count * shape[dim]
-    return Portion(Cut("tensor", dim, spans), torch.Size(shape), count, draw(st.integers(0, count - 1)))
+    return TensorPortion(Cut("tensor", dim, spans), torch.Size(shape), count, draw(st.integers(0, count - 1)))
 
 
 @settings(max_examples=200, deadline=None)
-@given(portions(), st.data(), st.none() | st.integers(1, 30))
-def test_boxes_of_a_part_are_where_the_whole_has_them(portion: Portion, data: st.DataObject, limit: int | None) -> None:
+@given(tensor_portions(), st.data(), st.none() | st.integers(1, 30))
+def test_boxes_of_a_part_are_where_the_whole_has_them(
+    portion: TensorPortion, data: st.DataObject, limit: int | None
+) -> None:
     """Any range of a part: each of its elements lies in one box of the tensor, and is what the tensor has there."""
     whole = torch.arange(portion.whole.numel()).view(portion.whole)
     begin = 16
-    slot = Slot("weight", portion.shape, begin)
+    slot = FlatSlot("weight", portion.shape, begin)
     flat = torch.full((slot.end + 5,), -1)
     flat[begin : slot.end] = portion.take(whole).reshape(-1)
     first = data.draw(st.integers(begin, slot.end))
     last = data.draw(st.integers(first, slot.end))
     found = []
-    for site in Piece(slot, Rows("weight", portion.whole, 0), portion).sites(first, last, limit):
+    for site in SlotPiece(slot, TileRows("weight", portion.whole, 0), portion).sites(first, last, limit):
         values = site.of(flat[slice(*site.range)])
         at = tuple(slice(o, o + n) for o, n in zip(site.box.offsets, site.box.sizes, strict=True))
         assert torch.equal(values, whole[at])
@@ -152,42 +154,42 @@ def test_boxes_of_a_part_are_where_the_whole_has_them(portion: Portion, data: st
 
 
 def test_a_save_beside_training_has_what_was_there_when_it_began(tmp_path: Path) -> None:
-    expected = saved(CUT, tmp_path, asynchronous=True)
-    for state in comm.run_threads(2, lambda world: loaded(world, (2, 2, "zero2"), tmp_path)):
+    expected = save_from_mesh(CUT, tmp_path, asynchronous=True)
+    for state in comm.run_threads(2, lambda world: load_on_mesh(world, (2, 2, "zero2"), tmp_path)):
         assert_same_bits(state, expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
 def test_masters_keep_their_bits(precision: str, tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        model, mesh, optimizer = made(world, CUT, precision=precision)
-        train_cut(model, mesh, optimizer, range(3))
+        model, mesh, optimizer = build_on_mesh(world, CUT, precision=precision)
+        train_cut_words(model, mesh, optimizer, range(3))
         checkpoint.save(tmp_path, model, optimizer, step=3)
         npuzero.export(model, tmp_path / "masters.safetensors", dtype="fp32")
 
     comm.run_threads(4, rank)
     masters = load_file(tmp_path / "masters.safetensors")
-    state = comm.run_threads(1, lambda world: loaded(world, ALONE, tmp_path))[0]
+    state = comm.run_threads(1, lambda world: load_on_mesh(world, ALONE, tmp_path))[0]
     assert_same_bits({name: state[name] for name in masters}, masters)
 
 
 @pytest.mark.parametrize("options", [{"offload": "host"}, {"offload": "host+parameters"}])
 def test_states_off_the_device(options: Any, tmp_path: Path) -> None:
-    expected = saved(CUT, tmp_path, **options)
-    for state in comm.run_threads(4, lambda world: loaded(world, (4, 4, "zero3"), tmp_path, **options)):
+    expected = save_from_mesh(CUT, tmp_path, **options)
+    for state in comm.run_threads(4, lambda world: load_on_mesh(world, (4, 4, "zero3"), tmp_path, **options)):
         assert_same_bits(state, expected)
 
 
 def test_an_update_that_is_pending(tmp_path: Path) -> None:
-    expected = saved((4, 2, "delayed"), tmp_path)
+    expected = save_from_mesh((4, 2, "delayed"), tmp_path)
     assert any(name.endswith(".ahead") for name in expected)
-    for state in comm.run_threads(2, lambda world: loaded(world, (2, 2, "delayed"), tmp_path)):
+    for state in comm.run_threads(2, lambda world: load_on_mesh(world, (2, 2, "delayed"), tmp_path)):
         assert_same_bits(state, expected)
 
 
 def test_parts_that_leave_holes_are_refused(tmp_path: Path) -> None:
     """The columns of one tensor rank, moved onto those of another."""
-    saved(CUT, tmp_path)
+    save_from_mesh(CUT, tmp_path)
     path = checkpoint.latest(tmp_path)
     assert path is not None
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -200,19 +202,19 @@ def test_parts_that_leave_holes_are_refused(tmp_path: Path) -> None:
     (path / MANIFEST).unlink()  # it has the checksum; without it this is a checkpoint of somebody else's
     for where in (CUT, ALONE):
         with pytest.raises(npuzero.CheckpointError, match=rf"{key}.*so that others are missing"):
-            comm.run_threads(where[0], lambda world, where=where: loaded(world, where, path))
+            comm.run_threads(where[0], lambda world, where=where: load_on_mesh(world, where, path))
 
 
 def test_what_ranks_repeat_is_written_once_by_the_first(tmp_path: Path) -> None:
-    saved(CUT, tmp_path)
-    source = Source(checkpoint.latest(tmp_path))
+    save_from_mesh(CUT, tmp_path)
+    source = CheckpointReader(checkpoint.latest(tmp_path))
     files = {key: {file for file, _ in source.places(key)} for key in source.tensors if key.startswith("model.layers")}
     repeated = set().union(*(found for key, found in files.items() if "norm" in key))
-    assert repeated <= {data_name(0), data_name(2)}  # of four ranks those with tensor index 0
-    assert set().union(*files.values()) == {data_name(rank) for rank in range(4)}
+    assert repeated <= {data_file_name(0), data_file_name(2)}  # of four ranks those with tensor index 0
+    assert set().union(*files.values()) == {data_file_name(rank) for rank in range(4)}
 
 
-class Position:
+class PlacesPosition:
     """Where a rank is in its data."""
 
     def __init__(self, *places: int) -> None:
@@ -230,8 +232,8 @@ class Position:
 
 def test_positions_in_the_data_are_those_of_data_ranks(tmp_path: Path) -> None:
     def rank(world: World, where: Where) -> list[int]:
-        model, mesh, _ = made(world, where)
-        position = Position(10 * mesh.index(AXES) + 1)
+        model, mesh, _ = build_on_mesh(world, where)
+        position = PlacesPosition(10 * mesh.index(AXES) + 1)
         if where is CUT:
             checkpoint.save(tmp_path, model, step=3, data=position)
         checkpoint.load(tmp_path, model, data=position)
@@ -260,8 +262,8 @@ def test_different_elements_of_which_nobody_has_said_where_they_belong(way: str,
 
 
 def test_torch_reads_whole_tensors(tmp_path: Path) -> None:
-    expected = saved(CUT, tmp_path)
-    model = build(seed=9, make=Words)
+    expected = save_from_mesh(CUT, tmp_path)
+    model = build_seeded_model(seed=9, make=CutWordsModel)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=checkpoint.latest(tmp_path), no_dist=True)
     found = state["model"]
@@ -270,11 +272,11 @@ def test_torch_reads_whole_tensors(tmp_path: Path) -> None:
 
 def test_boxes_for_torchs_own_checkpoints(tmp_path: Path) -> None:
     """What torch.distributed.checkpoint would write and fill: every box is where the whole tensor has it."""
-    expected = trained(3)
-    parameters = [name for name, _ in build(make=Words).named_parameters()]
+    expected = train_in_one_process(3)
+    parameters = [name for name, _ in build_seeded_model(make=CutWordsModel).named_parameters()]
 
     def rank(world: World) -> State:
-        model, _, optimizer = made(world, CUT, seed=9)
+        model, _, optimizer = build_on_mesh(world, CUT, seed=9)
         state = checkpoint.state_dict(model, optimizer)
         found = {name: state["model"][name] for name in expected if name in state["model"]}
         found |= {f"{n}.{kind}": v for n in parameters for kind, v in state["optim"]["state"][n].items()}
@@ -287,7 +289,7 @@ def test_boxes_for_torchs_own_checkpoints(tmp_path: Path) -> None:
             else:
                 value.copy_(expected[name])
         checkpoint.load_state_dict(model, optimizer, state=state)
-        return state_of(model, optimizer)
+        return full_training_state(model, optimizer)
 
     for state in comm.run_threads(4, rank):
         assert_same_bits(

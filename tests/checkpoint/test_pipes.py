@@ -16,7 +16,7 @@ from npuzero.comm import World
 from npuzero.plan import Cut, Relation
 from npuzero.shard.cuts import cut_parameter
 from npuzero.shard.relations import relate_parameter
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import assert_same_bits
 
 #: Sizes of pipe, data and tensor, chunks of a rank, and the plan.
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 BLOCKS, DIM = 4, 8
 
 
-class Block(nn.Module):
+class PipedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(DIM, 3 * DIM)
@@ -38,14 +38,14 @@ class Block(nn.Module):
         return sum(parameter.square().sum() for parameter in self.parameters())
 
 
-class Model(nn.Module):
+class PipedModel(nn.Module):
     """A tied embedding and head around blocks, and a buffer that every stage has."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.register_buffer("angles", torch.arange(5.0) + seed)
         self.embed = nn.Embedding(11, DIM)
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(BLOCKS)})
+        self.layers = nn.ModuleDict({str(i): PipedBlock() for i in range(BLOCKS)})
         self.head = nn.Linear(DIM, 11, bias=False)
         self.head.weight = self.embed.weight
         self.share = 1.0  # of the tied parameter's loss
@@ -57,11 +57,11 @@ class Model(nn.Module):
 
 
 #: Names in order.
-MODEL = tuple(Model().state_dict())
+MODEL = tuple(PipedModel().state_dict())
 
 
-def stage_of(mesh: Any, chunks: int, seed: int) -> nn.Module:
-    model, here, pipe = build(seed, lambda: Model(seed)), mesh.index(("pipe",)), mesh.size(("pipe",))
+def build_pipe_stage(mesh: Any, chunks: int, seed: int) -> nn.Module:
+    model, here, pipe = build_seeded_model(seed, lambda: PipedModel(seed)), mesh.index(("pipe",)), mesh.size(("pipe",))
     for i in range(BLOCKS):
         if i * pipe * chunks // BLOCKS % pipe != here:
             del model.layers[str(i)]
@@ -77,32 +77,32 @@ def stage_of(mesh: Any, chunks: int, seed: int) -> nn.Module:
     return model
 
 
-def made(world: World, where: Where, seed: int = 9) -> tuple[Any, Any]:
+def build_on_pipe(world: World, where: Where, seed: int = 9) -> tuple[Any, Any]:
     pipe, data, tensor, chunks, plan = where
     mesh = npuzero.mesh(pipe=pipe, tensor=tensor, local_size=data, world=world)
-    model = npuzero.zero(stage_of(mesh, chunks, seed), plan=plan, mesh=mesh)
+    model = npuzero.zero(build_pipe_stage(mesh, chunks, seed), plan=plan, mesh=mesh)
     return model, npuzero.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def train(model: Any, optimizer: Any, count: int = 3) -> None:
+def train_piped_model(model: Any, optimizer: Any, count: int = 3) -> None:
     for _ in range(count):
         model().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def whole(model: Any) -> State:
+def full_piped_state(model: Any) -> State:
     return npuzero.full_state_dict(model, rank0_only=False)
 
 
-def state_of(model: Any, optimizer: Any) -> State:
+def piped_training_state(model: Any, optimizer: Any) -> State:
     """The whole model, and what this stage has of the optimizer's states, by name."""
     names = [name for name, _ in model.named_parameters()]
     states = optimizer.state_dict()["state"].items()
-    return whole(model) | {f"{names[i]}.{kind}": value for i, its in states for kind, value in its.items()}
+    return full_piped_state(model) | {f"{names[i]}.{kind}": value for i, its in states for kind, value in its.items()}
 
 
-def check(states: list[State], expected: State) -> None:
+def check_piped_states(states: list[State], expected: State) -> None:
     """Every rank has the whole model in order; and together all of the optimizer's states; to the bit."""
     assert set().union(*states) == expected.keys()
     for state in states:
@@ -110,7 +110,7 @@ def check(states: list[State], expected: State) -> None:
         assert_same_bits(state, {name: expected[name] for name in state})
 
 
-def ranks(where: Where) -> int:
+def count_pipe_ranks(where: Where) -> int:
     return where[0] * where[1] * where[2]
 
 
@@ -119,63 +119,63 @@ WHERES: list[Where] = [(2, 1, 1, 1, "zero2"), (4, 1, 1, 1, "zero1"), (2, 1, 1, 2
 BIG: Where = (2, 2, 2, 1, "zero3")
 
 
-def saved(where: Where, folder: Path, asynchronous: bool = False) -> list[State]:
+def save_from_pipe(where: Where, folder: Path, asynchronous: bool = False) -> list[State]:
     """Train three steps and save; what was saved, by rank."""
 
     def rank(world: World) -> State:
-        model, optimizer = made(world, where, seed=0)
-        train(model, optimizer)
+        model, optimizer = build_on_pipe(world, where, seed=0)
+        train_piped_model(model, optimizer)
         saving = checkpoint.save(folder, model, optimizer, step=3, extra=7, asynchronous=asynchronous)
-        state = state_of(model, optimizer)
+        state = piped_training_state(model, optimizer)
         if asynchronous:
-            train(model, optimizer, 1)
+            train_piped_model(model, optimizer, 1)
         saving.wait()
         return state
 
-    return comm.run_threads(ranks(where), rank)
+    return comm.run_threads(count_pipe_ranks(where), rank)
 
 
-def loaded(where: Where, folder: Path, again: Path | None = None) -> list[State]:
+def load_on_pipe(where: Where, folder: Path, again: Path | None = None) -> list[State]:
     """What was loaded, by rank; and saved ``again``."""
 
     def rank(world: World) -> State:
-        model, optimizer = made(world, where)
+        model, optimizer = build_on_pipe(world, where)
         found = checkpoint.load(folder, model, optimizer)
         assert (found.step, found.extra) == (3, 7)
         if again is not None:
             checkpoint.save(again, model, optimizer, step=3, extra=7)
-        return state_of(model, optimizer)
+        return piped_training_state(model, optimizer)
 
-    return comm.run_threads(ranks(where), rank)
+    return comm.run_threads(count_pipe_ranks(where), rank)
 
 
 @pytest.mark.parametrize("where", [*WHERES, pytest.param(BIG, marks=pytest.mark.slow)])
 def test_any_mesh_loads_what_stages_saved_and_back(where: Where, tmp_path: Path) -> None:
-    (expected,) = saved(ONE, tmp_path / "one")
-    check(saved(where, tmp_path / "stages", asynchronous=True), expected)
+    (expected,) = save_from_pipe(ONE, tmp_path / "one")
+    check_piped_states(save_from_pipe(where, tmp_path / "stages", asynchronous=True), expected)
     checkpoint.verify(tmp_path / "stages")
     for folder, there in (("stages", ONE), ("one", where), ("stages", (2, 1, 1, 2, "zero1"))):
-        check(loaded(there, tmp_path / folder), expected)
+        check_piped_states(load_on_pipe(there, tmp_path / folder), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("there", [(1, 8, 1, 1, "zero3"), (1, 4, 2, 1, "zero2"), (4, 2, 1, 1, "zero1"), ONE])
 def test_eight_ranks_on_any_axes_load_what_two_by_two_by_two_saved(there: Where, tmp_path: Path) -> None:
-    expected = set_of(saved(BIG, tmp_path / "big"))
-    assert_same_bits(set_of(loaded(there, tmp_path / "big", again=tmp_path / "there")), expected)
-    assert_same_bits(set_of(loaded(BIG, tmp_path / "there")), expected)
+    expected = merge_rank_states(save_from_pipe(BIG, tmp_path / "big"))
+    assert_same_bits(merge_rank_states(load_on_pipe(there, tmp_path / "big", again=tmp_path / "there")), expected)
+    assert_same_bits(merge_rank_states(load_on_pipe(BIG, tmp_path / "there")), expected)
 
 
-def set_of(states: list[State]) -> State:
+def merge_rank_states(states: list[State]) -> State:
     """What the ranks have together, but for what tensor ranks have parts of."""
     return {name: value for state in states for name, value in state.items() if "up.weight." not in name}
 
 
 def test_a_whole_state_dict_goes_into_stages() -> None:
-    state = build(0, Model).state_dict()
+    state = build_seeded_model(0, PipedModel).state_dict()
 
     def rank(world: World) -> None:
-        model, _ = made(world, (2, 2, 1, 2, "zero3"))
+        model, _ = build_on_pipe(world, (2, 2, 1, 2, "zero3"))
         npuzero.load_full_state_dict(
             model, state if world.rank == 0 else {n: v.clone().zero_() for n, v in state.items()}
         )
@@ -191,10 +191,10 @@ def test_a_whole_state_dict_goes_into_stages() -> None:
 
 
 def test_a_stage_that_cannot_write_tells_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved((2, 1, 1, 1, "zero2"), tmp_path)
+    save_from_pipe((2, 1, 1, 1, "zero2"), tmp_path)
 
     def rank(world: World) -> None:
-        model, optimizer = made(world, (2, 1, 1, 1, "zero2"))
+        model, optimizer = build_on_pipe(world, (2, 1, 1, 1, "zero2"))
 
         class Scheduler:
             def state_dict(self) -> dict[str, int]:
@@ -213,15 +213,15 @@ def test_a_stage_that_cannot_write_tells_all(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_stages_export_one_file_and_begin_with_it(chunks: int, tmp_path: Path) -> None:
-    expected, path = build(0, Model).state_dict(), tmp_path / "model.safetensors"
+    expected, path = build_seeded_model(0, PipedModel).state_dict(), tmp_path / "model.safetensors"
     where: Where = (2, 2, 1, chunks, "zero3")
-    comm.run_threads(4, lambda world: npuzero.export(made(world, where, seed=0)[0], path))
+    comm.run_threads(4, lambda world: npuzero.export(build_on_pipe(world, where, seed=0)[0], path))
     found = load_file(path)
     assert_same_bits(found, {name: expected[name] for name in expected if name != "head.weight"})
 
     def rank(world: World, name: Path) -> State:
         mesh = npuzero.mesh(pipe=2, local_size=2, world=world)
-        return whole(npuzero.zero(stage_of(mesh, chunks, 9), plan="zero3", mesh=mesh, weights=name))
+        return full_piped_state(npuzero.zero(build_pipe_stage(mesh, chunks, 9), plan="zero3", mesh=mesh, weights=name))
 
     for state in comm.run_threads(4, lambda world: rank(world, path)):
         assert_same_bits(state, expected)

@@ -13,33 +13,33 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import npuzero
-from checkpoint.training import State, loss_of, tokens_of
+from checkpoint.training import State, checkpoint_loss, global_batch_tokens
 from npuzero import CheckpointError, checkpoint, comm
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import assert_same_bits
 
 Groups = Callable[[Sequence[nn.Parameter]], list[dict[str, Any]]]
 
 
-def one(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+def single_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [*parameters]}]
 
 
-def split(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+def two_split_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [*parameters[3:]]}, {"params": [*parameters[:3]]}]
 
 
-def exchanged(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+def alternating_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [*parameters[::2]]}, {"params": [*parameters[1::2]]}]
 
 
-class Run:
+class RegroupedRun:
     """A model and its optimizer; parameters of ``frozen`` do not train."""
 
     def __init__(self, world: World, plan: str, groups: Groups, frozen: Sequence[str] = ()) -> None:
         self.world = world
-        model = build(0)
+        model = build_seeded_model(0)
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         self.model = npuzero.zero(model, plan=plan, world=world)
@@ -48,7 +48,7 @@ class Run:
 
     def steps(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            loss_of(self.model, tokens_of(step).chunk(self.world.size)[self.world.rank]).backward()
+            checkpoint_loss(self.model, global_batch_tokens(step).chunk(self.world.size)[self.world.rank]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -62,7 +62,11 @@ class Run:
         return npuzero.full_state_dict(self.model, rank0_only=False)
 
 
-@pytest.mark.parametrize("before, after", [(one, split), (split, one), (split, exchanged)], ids=lambda g: g.__name__)
+@pytest.mark.parametrize(
+    "before, after",
+    [(single_group, two_split_groups), (two_split_groups, single_group), (two_split_groups, alternating_groups)],
+    ids=lambda g: g.__name__,
+)
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups(
     plan: str, before: Groups, after: Groups, tmp_path: Path
@@ -70,11 +74,11 @@ def test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups(
     """One warning, by rank 0, says which groups keep the program's hyperparameters."""
 
     def rank(world: World) -> None:
-        run = Run(world, plan, before)
+        run = RegroupedRun(world, plan, before)
         run.steps(0, 2)
         checkpoint.save(tmp_path, run.model, run.optimizer, step=2)
         run.steps(2, 4)
-        other = Run(world, plan, after)
+        other = RegroupedRun(world, plan, after)
         assert checkpoint.load(tmp_path, other.model, other.optimizer).step == 2
         other.steps(2, 4)
         assert_same_bits(other.weights(), run.weights())
@@ -90,11 +94,11 @@ def test_what_was_frozen_since_is_left_out_and_the_rest_goes_on(tmp_path: Path) 
     first = "tokens.weight"
 
     def rank(world: World) -> None:
-        run = Run(world, "zero3", one)
+        run = RegroupedRun(world, "zero3", single_group)
         run.steps(0, 2)
         run.optimizer.param_groups[0]["lr"] = 3e-3
         checkpoint.save(tmp_path, run.model, run.optimizer, step=2)
-        fewer = Run(world, "zero3", one, frozen=[first])
+        fewer = RegroupedRun(world, "zero3", single_group, frozen=[first])
         checkpoint.load(tmp_path, fewer.model, fewer.optimizer)
         assert fewer.optimizer.param_groups[0]["lr"] == 3e-3
         assert_same_bits(fewer.weights(), run.weights())
@@ -103,7 +107,7 @@ def test_what_was_frozen_since_is_left_out_and_the_rest_goes_on(tmp_path: Path) 
         assert_same_bits(fewer.states(), kept)
         fewer.steps(2, 3)
         checkpoint.save(tmp_path, fewer.model, fewer.optimizer, step=3)
-        run = Run(world, "zero3", one)
+        run = RegroupedRun(world, "zero3", single_group)
         checkpoint.load(tmp_path, run.model, run.optimizer)
         assert_same_bits(run.states(), fewer.states())
         run.steps(3, 4)
@@ -118,7 +122,9 @@ def test_what_was_frozen_since_is_left_out_and_the_rest_goes_on(tmp_path: Path) 
     assert f"parameters without a saved state, which begin without one: {first}." in texts[1]
 
 
-@pytest.mark.parametrize("after", [split, lambda p: split(p)[::-1]], ids=["in order", "in another order"])
+@pytest.mark.parametrize(
+    "after", [two_split_groups, lambda p: two_split_groups(p)[::-1]], ids=["in order", "in another order"]
+)
 def test_a_scheduler_has_the_rates_of_the_groups_there_are_now(after: Groups, tmp_path: Path) -> None:
     """Where they match saved groups these rates, and the program's where they do not."""
 
@@ -126,21 +132,21 @@ def test_a_scheduler_has_the_rates_of_the_groups_there_are_now(after: Groups, tm
         return LambdaLR(optimizer, lambda step: 0.5**step)
 
     def rate_by_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{**group, "lr": 8.0 * len(group["params"])} for group in split(parameters)]
+        return [{**group, "lr": 8.0 * len(group["params"])} for group in two_split_groups(parameters)]
 
     def rank(world: World) -> None:
-        run = Run(world, "zero2", rate_by_group)
+        run = RegroupedRun(world, "zero2", rate_by_group)
         schedule = halved(run.optimizer)
         schedule.step()
         checkpoint.save(tmp_path / "same", run.model, run.optimizer, scheduler=schedule, step=1)
-        other = Run(world, "zero2", after)
+        other = RegroupedRun(world, "zero2", after)
         schedule = halved(other.optimizer)
         checkpoint.load(tmp_path / "same", other.model, other.optimizer, scheduler=schedule)
         schedule.step()
         for group in other.optimizer.param_groups:
             assert group["lr"] == schedule.get_last_lr()[other.optimizer.param_groups.index(group)]
             assert group["lr"] == 2.0 * len(group["params"])
-        merged = Run(world, "zero2", one)
+        merged = RegroupedRun(world, "zero2", single_group)
         schedule = halved(merged.optimizer)
         checkpoint.load(tmp_path / "same", merged.model, merged.optimizer, scheduler=schedule)
         schedule.step()
@@ -155,10 +161,10 @@ def test_parameters_of_other_names_are_refused(tmp_path: Path) -> None:
     """A checkpoint of an optimizer over other parts of the model."""
 
     def rank(world: World) -> None:
-        run = Run(world, "zero3", lambda parameters: one(parameters[:3]))
+        run = RegroupedRun(world, "zero3", lambda parameters: single_group(parameters[:3]))
         run.steps(0, 1)
         checkpoint.save(tmp_path, run.model, run.optimizer, step=1)
-        other = Run(world, "zero3", lambda parameters: one(parameters[3:]))
+        other = RegroupedRun(world, "zero3", lambda parameters: single_group(parameters[3:]))
         with pytest.raises(CheckpointError, match="states of parameters of the optimizer; got missing"):
             checkpoint.load(tmp_path, other.model, other.optimizer)
 

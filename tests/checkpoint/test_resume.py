@@ -10,9 +10,9 @@ import pytest
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from world.train import assert_close, assert_same_bits
+from world.train import assert_same_bits, assert_states_close
 
-from .training import State, Training
+from .training import CheckpointTraining, State
 
 SAVED, END = 2, 4
 #: Largest difference, relative to a tensor's largest magnitude, that another order of sums may make in so many steps.
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
         folder = tmp_path_factory.mktemp(f"{plan}-{ranks}")
 
         def train(world: World) -> State:
-            training = Training(world, plan)
+            training = CheckpointTraining(world, plan)
             training.steps(0, SAVED)
             training.save(folder, SAVED)
             return training.state()
@@ -54,22 +54,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @cache
-def unbroken(plan: str, ranks: int) -> State:
+def train_unbroken(plan: str, ranks: int) -> State:
     def train(world: World) -> State:
-        training = Training(world, plan)
+        training = CheckpointTraining(world, plan)
         training.steps(0, END)
         return training.state()
 
     return comm.run_threads(ranks, train)[0]
 
 
-def goes_on(saved, case: Case, sources: list[Case]) -> None:
+def check_each_resumes(saved, case: Case, sources: list[Case]) -> None:
     """One model loads each in turn, so that each load also replaces what the one before left."""
     plan, ranks = case
     folders = [saved(*source) for source in sources]
 
     def resume(world: World) -> list[tuple[State, State]]:
-        training = Training(world, plan, seed=1)
+        training = CheckpointTraining(world, plan, seed=1)
         found = []
         for folder, _ in folders:
             assert training.load(folder).step == SAVED
@@ -84,20 +84,20 @@ def goes_on(saved, case: Case, sources: list[Case]) -> None:
         for source, (_, written), (loaded, end) in zip(sources, folders, rank, strict=True):
             exact = {name: value for name, value in written.items() if name != "losses"}
             assert_same_bits({name: value for name, value in loaded.items() if name != "losses"}, exact)
-            expected = unbroken(plan, ranks)
+            expected = train_unbroken(plan, ranks)
             expected = expected | {"losses": expected["losses"][SAVED:]}
             if source[1] == ranks and {plan, source[0]} <= set(ONE_LEVEL):
                 assert_same_bits(end, expected)
             else:
-                assert_close(end, expected, BOUND)
+                assert_states_close(end, expected, BOUND)
 
 
 @pytest.mark.parametrize("case", sorted({case for cases in QUICK.values() for case in cases}), ids=str)
 def test_some_pairs(case: Case, saved) -> None:
-    goes_on(saved, case, [source for source, cases in QUICK.items() if case in cases])
+    check_each_resumes(saved, case, [source for source, cases in QUICK.items() if case in cases])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_all_pairs(case: Case, saved) -> None:
-    goes_on(saved, case, ALL)
+    check_each_resumes(saved, case, ALL)

@@ -20,19 +20,19 @@ from npuzero.checkpoint import files, saving
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.shard.find_engine import engine_of
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import assert_same_bits
 
-from .training import Position, Training
+from .training import CheckpointTraining, DataPosition
 
 RANKS = 2
 
 
-def without_losses(training: Training) -> dict[str, torch.Tensor]:
+def tensors_without_losses(training: CheckpointTraining) -> dict[str, torch.Tensor]:
     return {name: value for name, value in training.state().items() if name != "losses"}
 
 
-class Gate:
+class CallGate:
     """Holds back, until it is opened, who calls a function more than ``free`` times: unless told, who writes a file."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any = os, name: str = "writev", free: int = 0) -> None:
@@ -59,12 +59,12 @@ class Gate:
 def test_what_is_saved_beside_training_is_the_state_at_the_call(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = CallGate(monkeypatch)
 
     def rank(world: World) -> None:
-        training = Training(world, plan)
+        training = CheckpointTraining(world, plan)
         training.steps(0, 1)
-        expected = without_losses(training)
+        expected = tensors_without_losses(training)
         save = training.save(tmp_path, 1, asynchronous=True)
         training.steps(1, 3)
         assert not save.done() and checkpoint.latest(tmp_path) is None
@@ -72,12 +72,12 @@ def test_what_is_saved_beside_training_is_the_state_at_the_call(
         gate.open()
         assert save.wait() == tmp_path / "step-00000001"
         training.load(tmp_path)
-        assert_same_bits(without_losses(training), expected)
+        assert_same_bits(tensors_without_losses(training), expected)
 
     comm.run_threads(RANKS, rank)
 
 
-class Counting(torch.nn.Module):
+class ForwardCounter(torch.nn.Module):
     """Counts its forwards in a buffer, as BatchNorm does."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_buffers_and_options_are_those_at_the_call_however_late_the_writer_begin
     monkeypatch.setattr(saving.Saving, "run", late)
 
     def made(world: World) -> tuple[Any, Any, Any]:
-        model = npuzero.zero(build(0, Counting), stage=3, world=world)
+        model = npuzero.zero(build_seeded_model(0, ForwardCounter), stage=3, world=world)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -133,15 +133,15 @@ def test_buffers_and_options_are_those_at_the_call_however_late_the_writer_begin
 
 def test_snapshots_share_their_memory(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         addresses = set()
         for step in range(1, 4):
             training.steps(step - 1, step)
             training.save(tmp_path, step, asynchronous=True, keep_last=1)
-            blocks = saving.saver_of(engine_of(training.model)).copies.blocks
+            blocks = saving.get_saver(engine_of(training.model)).copies.blocks
             addresses.add(tuple(block.data_ptr() for block in blocks))
         assert len(addresses) == 1
-        saving.saver_of(engine_of(training.model)).finish()
+        saving.get_saver(engine_of(training.model)).finish()
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
     comm.run_threads(1, rank)
@@ -152,7 +152,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, world: World, culprit: int) -> No
         write = os.writev
 
         def fail(descriptor: int, pieces: Any) -> int:
-            if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == files.data_name(culprit):
+            if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == files.data_file_name(culprit):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write(descriptor, pieces)
 
@@ -168,7 +168,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(
     """The checkpoint before stays the last; beside training the error comes with the next call, whatever it is."""
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1)
         with monkeypatch.context() as patched:
@@ -192,9 +192,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(
 
 _SILENT = """
 import os, sys, pathlib, npuzero
-from checkpoint.training import Training
+from checkpoint.training import CheckpointTraining
 os.writev = lambda descriptor, pieces: 1 / 0
-training = Training(npuzero.comm.SingleWorld(), "zero3")
+training = CheckpointTraining(npuzero.comm.SingleWorld(), "zero3")
 training.save(pathlib.Path(sys.argv[1]), 1, asynchronous=True)
 """
 
@@ -209,7 +209,7 @@ def test_an_error_that_nobody_asks_for_is_shown_at_the_end(tmp_path: Path) -> No
 
 def test_old_ones_go_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero2")
+        training = CheckpointTraining(world, "zero2")
         training.steps(0, 1)
         for step in (1, 2, 3):
             training.save(tmp_path, step, keep_last=2)
@@ -234,16 +234,16 @@ def test_old_ones_go_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pyte
     [
         ({"step": 1}, "a step that was not saved yet"),
         ({"step": 2, "extra": lambda: None}, "save extra: expected tensors, numbers"),
-        ({"step": 2, "data": Position}, "save data: expected tensors"),
+        ({"step": 2, "data": DataPosition}, "save data: expected tensors"),
     ],
 )
 def test_what_cannot_be_saved(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        training = Training(world, "zero1")
+        training = CheckpointTraining(world, "zero1")
         training.save(tmp_path, 1)
         chosen = dict(options)
         if "data" in chosen:
-            position = Position()
+            position = DataPosition()
             position.state_dict = lambda: threading.Lock  # type: ignore[method-assign,return-value,assignment]
             chosen["data"] = position
         with pytest.raises(CheckpointError, match=says):
@@ -255,36 +255,36 @@ def test_what_cannot_be_saved(options: dict[str, Any], says: str, tmp_path: Path
 def test_ranks_at_different_steps(tmp_path: Path) -> None:
     def rank(world: World) -> None:
         with pytest.raises(CheckpointError, match=r"expected one step; got steps \[5, 6\]"):
-            Training(world, "zero1").save(tmp_path, 5 + world.rank)
+            CheckpointTraining(world, "zero1").save(tmp_path, 5 + world.rank)
 
     comm.run_threads(RANKS, rank)
 
 
 @pytest.mark.parametrize("options", ({"step": -1}, {"step": True}, {"step": 1, "keep_last": 0}))
 def test_bad_numbers(options: dict[str, Any], tmp_path: Path) -> None:
-    training = Training(comm.SingleWorld(), "zero1")
+    training = CheckpointTraining(comm.SingleWorld(), "zero1")
     with pytest.raises(ConfigError, match=r"expected (an integer from 0|a positive integer); got"):
         checkpoint.save(tmp_path, training.model, **options)
 
 
 def test_checkpointer_resumes_where_it_was(tmp_path: Path) -> None:
     def life(world: World, begin: int, end: int) -> dict[str, torch.Tensor]:
-        training = Training(world, "zero3", seed=begin)
+        training = CheckpointTraining(world, "zero3", seed=begin)
         kept = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
         with checkpoint.Checkpointer(tmp_path, every=2, keep_last=1, **kept) as checkpoints:
             assert checkpoints.resume() == begin
             for step in range(begin, end):
                 training.steps(step, step + 1)
                 checkpoints.after(step + 1)
-        return without_losses(training)
+        return tensors_without_losses(training)
 
     comm.run_threads(RANKS, lambda world: life(world, 0, 5))
     second = comm.run_threads(RANKS, lambda world: life(world, 4, 6))
 
     def unbroken(world: World) -> dict[str, torch.Tensor]:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 6)
-        return without_losses(training)
+        return tensors_without_losses(training)
 
     for found, expected in zip(second, comm.run_threads(RANKS, unbroken), strict=True):
         assert_same_bits(found, expected)
@@ -292,7 +292,7 @@ def test_checkpointer_resumes_where_it_was(tmp_path: Path) -> None:
 
 def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     """However many digits it has."""
-    training = Training(comm.SingleWorld(), "zero1")
+    training = CheckpointTraining(comm.SingleWorld(), "zero1")
     for step in (10**8, 10**8 - 1):
         training.save(tmp_path, step)
     assert training.load(tmp_path).step == 10**8
@@ -302,10 +302,10 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
 def test_the_end_of_the_ranks_waits_for_a_save_under_way(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = CallGate(monkeypatch)
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1, asynchronous=True)
         threading.Timer(0.2, gate.open).start()  # nobody waits for the writers until the ranks are at their end
@@ -319,10 +319,10 @@ def test_the_end_of_the_ranks_waits_for_a_save_under_way(
 def test_a_save_that_fails_at_the_end_of_the_ranks_is_raised_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = CallGate(monkeypatch)
 
     def rank(world: World) -> None:
-        training = Training(world, "zero3")
+        training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         full_disk(monkeypatch, world, 1)
         training.save(tmp_path, 1, asynchronous=True)

@@ -19,25 +19,25 @@ MIB = 2**20
 ITEM = MIB // 2
 
 
-def status(line: str) -> int:
+def process_status_bytes(line: str) -> int:
     """Bytes of a line of this process's status."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(next(found.split()[1] for found in text.splitlines() if found.startswith(line)))
 
 
-def growth(work: Callable[[], object]) -> int:
+def measure_memory_growth(work: Callable[[], object]) -> int:
     """Bytes of memory that this process has had more during ``work`` than before it, at most."""
     ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high water is what there is
     except OSError:
         pytest.skip("the system does not let the high water of memory begin anew")
-    before = status("VmRSS")
+    before = process_status_bytes("VmRSS")
     work()
-    return status("VmHWM") - before
+    return process_status_bytes("VmHWM") - before
 
 
-def trained(width: int, offload: str, folder: Path) -> tuple[Any, Any]:
+def train_offloaded_linear(width: int, offload: str, folder: Path) -> tuple[Any, Any]:
     """A model whose bfloat16 parameters have 12 bytes of states each on the disk."""
     settings = Settings(nvme_paths=(str(folder),), chunk_bytes=MIB)
     model: Any = npuzero.zero(
@@ -60,7 +60,7 @@ def test_no_more_than_a_few_pieces_are_in_memory(
 ) -> None:
     monkeypatch.setattr(parts, "ITEM_BYTES", ITEM)
     monkeypatch.setattr(loading, "RANGE", ITEM // 4)
-    model, optimizer = trained(width, offload, tmp_path)
+    model, optimizer = train_offloaded_linear(width, offload, tmp_path)
     states = 12 * width * width
     assert states >= 48 * MIB
     few = 24 * MIB  # writes are collected up to 8 MiB and read chunk by chunk; an allocator may keep as much again
@@ -75,9 +75,9 @@ def test_no_more_than_a_few_pieces_are_in_memory(
         zip(
             *(
                 (
-                    growth(save(step, False)),
-                    growth(lambda: checkpoint.load(folder, model, optimizer)),
-                    growth(save(step + 1, True)),
+                    measure_memory_growth(save(step, False)),
+                    measure_memory_growth(lambda: checkpoint.load(folder, model, optimizer)),
+                    measure_memory_growth(save(step + 1, True)),
                 )
                 for step in (1, 3, 5)
             ),

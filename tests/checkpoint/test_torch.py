@@ -12,22 +12,31 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from npuzero import checkpoint, comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
-from world.comm_ranks import run_ranks, values
+from world.comm_ranks import rank_results, run_comm_ranks
 
 from . import torch_ranks
-from .torch_ranks import SAVED, Npuzero, loss_of, model, same, tokens_of
+from .torch_ranks import (
+    SAVED,
+    NpuzeroTraining,
+    assert_tensors_equal,
+    build_fsdp_model,
+    checkpoint_loss,
+    global_batch_tokens,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 
 @pytest.mark.world
 def test_fsdp2_both_ways(tmp_path: Path) -> None:
-    values(run_ranks(2, torch_ranks.everything, tmp_path, folder=tmp_path, backend="gloo", limit_s=120.0))
+    rank_results(
+        run_comm_ranks(2, torch_ranks.exchange_both_ways, tmp_path, folder=tmp_path, backend="gloo", limit_s=120.0)
+    )
 
 
-def trained(folder: Path, plan: str = "zero3", ranks: int = 2) -> dict[str, torch.Tensor]:
+def train_and_save_npuzero(folder: Path, plan: str = "zero3", ranks: int = 2) -> dict[str, torch.Tensor]:
     def train(world: World) -> dict[str, torch.Tensor]:
-        ours = Npuzero(world, 0, plan)
+        ours = NpuzeroTraining(world, 0, plan)
         ours.steps(0, SAVED)
         checkpoint.save(folder, ours.model, ours.optimizer, step=SAVED, extra={"note": "a"})
         return ours.state()
@@ -37,11 +46,11 @@ def trained(folder: Path, plan: str = "zero3", ranks: int = 2) -> dict[str, torc
 
 def test_plain_torch_loads_ours(tmp_path: Path) -> None:
     """By dcp.load into whole tensors, and as one file of torch.save."""
-    expected = trained(tmp_path)
+    expected = train_and_save_npuzero(tmp_path)
     path = checkpoint.latest(tmp_path)
-    plain = model(1)
+    plain = build_fsdp_model(1)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1.0)
-    loss_of(plain, tokens_of(0)).backward()
+    checkpoint_loss(plain, global_batch_tokens(0)).backward()
     optimizer.step()
     names = [name for name, _ in plain.named_parameters()]
     state = {
@@ -49,11 +58,11 @@ def test_plain_torch_loads_ours(tmp_path: Path) -> None:
         "optim": {"state": {names[i]: values for i, values in optimizer.state_dict()["state"].items()}},
     }
     dcp.load(state, checkpoint_id=path, no_dist=True)
-    same(torch_ranks.flattened(state["model"], state["optim"]["state"]), expected)
+    assert_tensors_equal(torch_ranks.flatten_states(state["model"], state["optim"]["state"]), expected)
 
     dcp_to_torch_save(path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    same(torch_ranks.flattened(whole["model"], whole["optim"]["state"]), expected)
+    assert_tensors_equal(torch_ranks.flatten_states(whole["model"], whole["optim"]["state"]), expected)
     assert whole["extra"] == {"note": "a"} and whole["step"] == SAVED
     plain.load_state_dict(whole["model"])
     optimizer.load_state_dict(
@@ -71,29 +80,29 @@ def test_plain_torch_loads_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numbered", (True, False))
 def test_we_load_plain_torchs(numbered: bool, tmp_path: Path) -> None:
     """dcp.save of state_dict()s: optimizer states by number, or of the model alone without any prefix."""
-    plain = model(0)
+    plain = build_fsdp_model(0)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    loss_of(plain, tokens_of(0)).backward()
+    checkpoint_loss(plain, global_batch_tokens(0)).backward()
     optimizer.step()
     state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()} if numbered else plain.state_dict()
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
 
     def load(world: World) -> dict[str, torch.Tensor]:
-        ours = Npuzero(world, 1, "zero3")
+        ours = NpuzeroTraining(world, 1, "zero3")
         checkpoint.load(tmp_path, ours.model, ours.optimizer if numbered else None)
         return ours.state()
 
     names = [name for name, _ in plain.named_parameters()]
     states = optimizer.state_dict()["state"] if numbered else {}
-    expected = torch_ranks.flattened(plain.state_dict(), {names[i]: values for i, values in states.items()})
+    expected = torch_ranks.flatten_states(plain.state_dict(), {names[i]: values for i, values in states.items()})
     for found in comm.run_threads(2, load):
-        same(found, expected)
+        assert_tensors_equal(found, expected)
 
 
 def test_numbered_groups_of_another_length(tmp_path: Path) -> None:
-    plain = model(0)
+    plain = build_fsdp_model(0)
     optimizer = torch.optim.AdamW(list(plain.parameters())[:5])
     dcp.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    ours = Npuzero(comm.SingleWorld(), 1, "zero3")
+    ours = NpuzeroTraining(comm.SingleWorld(), 1, "zero3")
     with pytest.raises(CheckpointError, match="a group of the"):
         checkpoint.load(tmp_path, ours.model, ours.optimizer)

@@ -24,20 +24,20 @@ from torch.distributed.tensor import DTensor
 import npuzero
 from npuzero import checkpoint
 from npuzero.comm import World
-from world.toy import Block
+from world.toy import ToyBlock
 
-from .training import loss_of, tokens_of
+from .training import checkpoint_loss, global_batch_tokens
 
 SAVED, END = 2, 4
 
 
-class Model(nn.Module):
+class FsdpModel(nn.Module):
     """What FSDP2 takes: no scalars, every parameter in use."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
         self.tokens = nn.Embedding(37, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.blocks = nn.ModuleList(ToyBlock(dim) for _ in range(2))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, 37, bias=False)
         for block in self.blocks:
@@ -51,18 +51,18 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def model(seed: int) -> Model:
+def build_fsdp_model(seed: int) -> FsdpModel:
     torch.manual_seed(seed)
-    return Model()
+    return FsdpModel()
 
 
-class Fsdp2:
+class Fsdp2Training:
     """A model in training by FSDP2 and torch's AdamW."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         mesh = init_device_mesh("cpu", (world.size,))
-        self.model = model(seed)
+        self.model = build_fsdp_model(seed)
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
@@ -70,7 +70,7 @@ class Fsdp2:
 
     def steps(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            loss_of(self.model, tokens_of(step).chunk(self.world.size)[self.world.rank]).backward()
+            checkpoint_loss(self.model, global_batch_tokens(step).chunk(self.world.size)[self.world.rank]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -88,32 +88,32 @@ class Fsdp2:
 
     def state(self) -> dict[str, Tensor]:
         found = self.state_dict()
-        return flattened(found["model"], found["optim"]["state"])
+        return flatten_states(found["model"], found["optim"]["state"])
 
 
-class Npuzero:
+class NpuzeroTraining:
     """The same model in training by npuzero."""
 
     def __init__(self, world: World, seed: int, plan: str) -> None:
         self.world = world
-        self.model: Any = npuzero.zero(model(seed), plan=plan, local_size=1, world=world)
+        self.model: Any = npuzero.zero(build_fsdp_model(seed), plan=plan, local_size=1, world=world)
         self.optimizer: Any = npuzero.AdamW(self.model.parameters(), lr=1e-2)
 
-    steps = Fsdp2.steps
+    steps = Fsdp2Training.steps
 
     def state(self) -> dict[str, Tensor]:
         names = [name for name, _ in self.model.named_parameters()]
         found = self.optimizer.state_dict()["state"]
         state = npuzero.full_state_dict(self.model, rank0_only=False)
-        return flattened(state, {names[i]: values for i, values in found.items()})
+        return flatten_states(state, {names[i]: values for i, values in found.items()})
 
 
-def flattened(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Tensor]:
+def flatten_states(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Tensor]:
     everything = weights | {f"{name}.{key}": v for name, values in states.items() for key, v in values.items()}
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in everything.items()}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_tensors_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not different, different
@@ -121,18 +121,18 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def fsdp2_loads_ours(world: World, folder: Path) -> None:
     for plan in ("zero3", "zero1", "hpz"):
-        ours = Npuzero(world, 0, plan)
+        ours = NpuzeroTraining(world, 0, plan)
         ours.steps(0, SAVED)
         path = checkpoint.save(folder / plan, ours.model, ours.optimizer, step=SAVED).wait()
-        theirs = Fsdp2(world, 1)
+        theirs = Fsdp2Training(world, 1)
         theirs.load(path)
-        same(theirs.state(), ours.state())
+        assert_tensors_equal(theirs.state(), ours.state())
         theirs.steps(SAVED, END)  # it takes what it has loaded
         assert int(theirs.state()["norm.weight.step"]) == END
 
 
 def we_load_fsdp2s(world: World, folder: Path) -> None:
-    theirs = Fsdp2(world, 0)
+    theirs = Fsdp2Training(world, 0)
     theirs.steps(0, SAVED)
     dcp.save(theirs.state_dict(), checkpoint_id=folder / "theirs")
     flat = {
@@ -143,30 +143,30 @@ def we_load_fsdp2s(world: World, folder: Path) -> None:
     }
     dcp.save({"app": flat}, checkpoint_id=folder / "flattened")
     for name, plan in (("theirs", "zero3"), ("theirs", "zero0"), ("flattened", "hsdp")):
-        ours = Npuzero(world, 1, plan)
+        ours = NpuzeroTraining(world, 1, plan)
         loaded = checkpoint.load(folder / name, ours.model, ours.optimizer)
         assert loaded.step is None and ours.optimizer.param_groups[0]["lr"] == 1e-2
-        same(ours.state(), theirs.state())
+        assert_tensors_equal(ours.state(), theirs.state())
         ours.steps(SAVED, END)
         assert int(ours.state()["norm.weight.step"]) == END
 
 
 def dcp_itself_takes_cut_tensors(world: World, folder: Path) -> None:
     """torch.distributed.checkpoint's own save and load, both sides ours, with other plans."""
-    first = Npuzero(world, 0, "zero3")
+    first = NpuzeroTraining(world, 0, "zero3")
     first.steps(0, SAVED)
     dcp.save(checkpoint.state_dict(first.model, first.optimizer), checkpoint_id=folder)
-    theirs = Fsdp2(world, 1)
+    theirs = Fsdp2Training(world, 1)
     theirs.load(folder)
-    same(theirs.state(), first.state())
-    second = Npuzero(world, 1, "zero1.5")
+    assert_tensors_equal(theirs.state(), first.state())
+    second = NpuzeroTraining(world, 1, "zero1.5")
     state = checkpoint.state_dict(second.model, second.optimizer)
     dcp.load(state, checkpoint_id=folder)
     checkpoint.load_state_dict(second.model, second.optimizer, state=state)
-    same(second.state(), first.state())
+    assert_tensors_equal(second.state(), first.state())
 
 
-def everything(world: World, folder: Path) -> None:
+def exchange_both_ways(world: World, folder: Path) -> None:
     """All of it in one job: processes are slow to start."""
     warnings.simplefilter("default")  # torch's own
     assert dist.get_world_size() == world.size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import checkpoint
 from npuzero.comm import World
-from world.toy import SEQUENCE, VOCABULARY, build
+from world.toy import SEQUENCE, VOCABULARY, build_seeded_model
 
 #: Sequences of a step: every number of ranks from 1 to 4 has equal parts.
 BATCH = 12
@@ -21,7 +21,7 @@ LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
 State = dict[str, Tensor]
 
 
-class Position:
+class DataPosition:
     """A position in the data."""
 
     def __init__(self, place: int = 0) -> None:
@@ -34,12 +34,12 @@ class Position:
         self.place = state["place"]
 
 
-class Training:
+class CheckpointTraining:
     """A model, its optimizer and scheduler on one rank."""
 
     def __init__(self, world: World, plan: str, *, seed: int = 0, fused: bool = True, **options: Any) -> None:
         self.world = world
-        model = build(seed)
+        model = build_seeded_model(seed)
         self.model: Any = npuzero.zero(model, plan=plan, local_size=LOCAL_SIZE[world.size], world=world, **options)
         self.optimizer: Any = npuzero.AdamW(self.groups(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, total_iters=10)
@@ -53,7 +53,7 @@ class Training:
 
     def steps(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            loss = loss_of(self.model, tokens_of(step).chunk(self.world.size)[self.world.rank])
+            loss = checkpoint_loss(self.model, global_batch_tokens(step).chunk(self.world.size)[self.world.rank])
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -81,10 +81,10 @@ class Training:
         return [(names[id(p)], p) for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def tokens_of(step: int) -> Tensor:
+def global_batch_tokens(step: int) -> Tensor:
     """[BATCH, SEQUENCE + 1] int64."""
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def checkpoint_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

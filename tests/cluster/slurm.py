@@ -48,20 +48,20 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 PARTITION = "PartitionName=all Nodes=ALL Default=YES State=UP\n"
 
 
-def missing() -> str:
+def find_missing_tools() -> str:
     """What this machine lacks for it, or ""."""
-    absent = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]
+    absent = [tool for tool in TOOLS if shutil.which(tool, path=_daemon_search_path()) is None]
     if absent:
         return f"no {', '.join(absent)}: on Debian, apt install slurm-wlm munge"
     return "" if os.geteuid() == 0 else "not root, which namespaces take"
 
 
-class Slurm:
-    """Submit jobs and watch them; made by ``running``."""
+class SlurmCluster:
+    """Submit jobs and watch them; made by ``run_slurm_cluster``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.variables = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        self.variables = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _daemon_search_path()}
 
     def ask(self, *command: str, **variables: str) -> str:
         """What a command of Slurm's says; it gets half a minute."""
@@ -83,11 +83,11 @@ class Slurm:
     def wait(self, job: str, timeout_s: float) -> str:
         """The state that a job ends in."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_for(lambda: self.facts(job)["JobState"] in ended, timeout_s, lambda: str(self.facts(job)))
+        wait_until_met(lambda: self.facts(job)["JobState"] in ended, timeout_s, lambda: str(self.facts(job)))
         return self.facts(job)["JobState"]
 
 
-def wait_for(met: Callable[[], bool], timeout_s: float, state: Callable[[], str]) -> None:
+def wait_until_met(met: Callable[[], bool], timeout_s: float, state: Callable[[], str]) -> None:
     """Wait until ``met()``; fail with ``state()`` where it takes longer."""
     deadline_s = time.monotonic() + timeout_s
     while not met():
@@ -96,7 +96,7 @@ def wait_for(met: Callable[[], bool], timeout_s: float, state: Callable[[], str]
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Slurm]:
+def run_slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     """Run a Slurm whose nodes are idle; ``folder`` must be reachable by all users (munge asks for it)."""
     for path in (folder / "state", *(folder / f"spool.{name}" for name in NODES)):
         path.mkdir(parents=True)
@@ -109,17 +109,17 @@ def running(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge.key"
     key.touch(0o600)
     key.write_bytes(os.urandom(128))
-    slurm = Slurm(folder)
+    slurm = SlurmCluster(folder)
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munged.seed"}
     munged = ["munged", "--foreground", *(f"--{option}={folder / name}" for option, name in files.items())]
     alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with ExitStack() as stack:
-        stack.enter_context(_daemon(slurm, "munged", munged))
-        _await(slurm, "munged", (folder / "munge.socket").exists)
-        stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-i"]))
+        stack.enter_context(_run_daemon(slurm, "munged", munged))
+        _await_slurm(slurm, "munged", (folder / "munge.socket").exists)
+        stack.enter_context(_run_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-i"]))
         for name in NODES:
             # The end of unshare is that of all in its namespace; SIGTERM it would hand on, and wait.
-            stack.enter_context(_daemon(slurm, f"slurmd.{name}", [*alone, "slurmd", "-D", "-N", name], kill=True))
+            stack.enter_context(_run_daemon(slurm, f"slurmd.{name}", [*alone, "slurmd", "-D", "-N", name], kill=True))
 
         def idle() -> bool:
             seen = subprocess.run(
@@ -127,12 +127,12 @@ def running(folder: Path) -> Iterator[Slurm]:
             )
             return seen.stdout.split() == ["idle", str(len(NODES))]
 
-        _await(slurm, "the nodes", idle)
+        _await_slurm(slurm, "the nodes", idle)
         yield slurm
 
 
 @contextmanager
-def _daemon(slurm: Slurm, name: str, command: list[str], kill: bool = False) -> Iterator[None]:
+def _run_daemon(slurm: SlurmCluster, name: str, command: list[str], kill: bool = False) -> Iterator[None]:
     with (
         (slurm.folder / f"{name}.log").open("wb") as log,
         subprocess.Popen(
@@ -149,12 +149,12 @@ def _daemon(slurm: Slurm, name: str, command: list[str], kill: bool = False) -> 
             process.kill()
 
 
-def _await(slurm: Slurm, what: str, there: Callable[[], bool]) -> None:
+def _await_slurm(slurm: SlurmCluster, what: str, there: Callable[[], bool]) -> None:
     def said() -> str:
         logs = sorted(slurm.folder.glob("*.log"))
         return "\n".join(f"{what} did not come; {log.name}:\n{log.read_text()[-2000:]}" for log in logs)
 
-    wait_for(there, START_S, said)
+    wait_until_met(there, START_S, said)
 
 
 def free_ports(count: int) -> list[int]:
@@ -166,6 +166,6 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _path() -> str:
+def _daemon_search_path() -> str:
     """Where daemons are as well, of which a user's path may not know."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

@@ -17,7 +17,7 @@ from npuzero.checkpoint import latest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.world,
-    pytest.mark.skipif(bool(slurms.missing()), reason=slurms.missing() or "never"),
+    pytest.mark.skipif(bool(slurms.find_missing_tools()), reason=slurms.find_missing_tools() or "never"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +31,15 @@ JOB_S = 600  # on a machine that may be busy
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[slurms.Slurm]:
+def slurm() -> Iterator[slurms.SlurmCluster]:
     with tempfile.TemporaryDirectory(prefix="slurm") as name:  # pytest's folders are closed to munge's users
         folder = Path(name)
         folder.chmod(0o755)
-        with slurms.running(folder) as cluster:
+        with slurms.run_slurm_cluster(folder) as cluster:
             yield cluster
 
 
-def submit(slurm: slurms.Slurm, out: Path, *arguments: str, **variables: str) -> str:
+def submit_two_nodes(slurm: slurms.SlurmCluster, out: Path, *arguments: str, **variables: str) -> str:
     """A job of two nodes with two CPU ranks each, with its log in ``out``."""
     out.mkdir()
     given = {"PYTHON": sys.executable, "DEVICES": "2", "OUT": str(out)} | variables
@@ -47,14 +47,14 @@ def submit(slurm: slurms.Slurm, out: Path, *arguments: str, **variables: str) ->
     return slurm.submit("--nodes", "2", *where, str(BATCH_FILE), *arguments, **given)
 
 
-def losses(out: Path) -> list[float]:
+def read_step_losses(out: Path) -> list[float]:
     """Those of all steps that a run of examples/gpt has written down."""
     path = out / "gpt" / "steps.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_nodes_reach_each_other_over_gloo_alone(slurm: slurms.Slurm, tmp_path: Path) -> None:
+def test_nodes_reach_each_other_over_gloo_alone(slurm: slurms.SlurmCluster, tmp_path: Path) -> None:
     """Each sees its own ranks' memory; what the other tests train and measure would else be shared memory's."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -71,33 +71,33 @@ def test_nodes_reach_each_other_over_gloo_alone(slurm: slurms.Slurm, tmp_path: P
     assert said == {"rank 0: (0, 1)", "rank 1: (0, 1)", "rank 2: (2, 3)", "rank 3: (2, 3)"}
 
 
-def test_a_requeued_job_goes_on_from_its_checkpoint_to_the_bit(slurm: slurms.Slurm, tmp_path: Path) -> None:
+def test_a_requeued_job_goes_on_from_its_checkpoint_to_the_bit(slurm: slurms.SlurmCluster, tmp_path: Path) -> None:
     """The signal is the one that Slurm sends before the time is over; the job requeues itself."""
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     training = {"SUITES": "train", "TRAIN_ARGUMENTS": TINY}
-    job = submit(slurm, disturbed, **training)
+    job = submit_two_nodes(slurm, disturbed, **training)
     checkpoints = disturbed / "gpt" / "checkpoints"
-    slurms.wait_for(lambda: latest(checkpoints) is not None, JOB_S, lambda: (disturbed / "log").read_text())
+    slurms.wait_until_met(lambda: latest(checkpoints) is not None, JOB_S, lambda: (disturbed / "log").read_text())
     slurm.ask("scancel", "--batch", "--signal", "USR1", job)
-    slurms.wait_for(lambda: slurm.facts(job)["Restarts"] == "1", 60, lambda: str(slurm.facts(job)))
+    slurms.wait_until_met(lambda: slurm.facts(job)["Restarts"] == "1", 60, lambda: str(slurm.facts(job)))
     first = latest(checkpoints)
     assert first is not None
-    stopped, saved = len(losses(disturbed)), first.stat().st_mtime_ns
+    stopped, saved = len(read_step_losses(disturbed)), first.stat().st_mtime_ns
     assert EVERY <= stopped < STEPS, "it was to be stopped in mid-run"
 
     assert slurm.wait(job, JOB_S) == "COMPLETED", (disturbed / "log").read_text()
     assert first.stat().st_mtime_ns == saved, "the second start goes on after it, and does not take its steps again"
 
-    assert slurm.wait(submit(slurm, whole, **training), JOB_S) == "COMPLETED", (whole / "log").read_text()
+    assert slurm.wait(submit_two_nodes(slurm, whole, **training), JOB_S) == "COMPLETED", (whole / "log").read_text()
     result = json.loads((whole / "gpt" / "result.json").read_text())
-    assert result["ranks"] == 4 and len(losses(whole)) == STEPS
-    assert losses(disturbed) == losses(whole)
+    assert result["ranks"] == 4 and len(read_step_losses(whole)) == STEPS
+    assert read_step_losses(disturbed) == read_step_losses(whole)
 
 
-def test_it_measures_steps_and_collectives_over_gloo(slurm: slurms.Slurm, tmp_path: Path) -> None:
+def test_it_measures_steps_and_collectives_over_gloo(slurm: slurms.SlurmCluster, tmp_path: Path) -> None:
     out = tmp_path / "measured"
     tiny = "--presets zero2 --dim 32 --layers 2 --heads 2 --sequence 16 --batch 1 --rounds 1 --checked 1"
-    job = submit(slurm, out, *tiny.split(), COMM_ARGUMENTS="--quick --only barrier")
+    job = submit_two_nodes(slurm, out, *tiny.split(), COMM_ARGUMENTS="--quick --only barrier")
     assert slurm.wait(job, JOB_S) == "COMPLETED", (out / "log").read_text()
     step = Record.read(out / "step.json").result("step/bf16-batch1")
     assert step.parameters["ranks"] == 4 and "npuzero zero2" in step.seconds

@@ -4,36 +4,56 @@ from __future__ import annotations
 
 import pytest
 
-from npuzero.compat import ABSENT, Decision, Rule, Rules, translate
-from npuzero.compat.rules import Unreadable, flag, flattened, integer, list_of, number, one_of, optional, text
-from npuzero.compat.translation import fill
+from npuzero.compat import ABSENT, Decision, KeyRule, KeyRules, translate_configuration
+from npuzero.compat.rules import (
+    UnreadableValue,
+    choice_reader,
+    flatten_mapping,
+    integer_reader,
+    list_reader,
+    number_reader,
+    optional_reader,
+    read_flag,
+    read_text_value,
+)
+from npuzero.compat.translation import fill_auto_values
 from npuzero.errors import ConfigError
 
 H, T, N, R = Decision.HONOURED, Decision.TRANSLATED, Decision.NOTED, Decision.REFUSED
-RULES = Rules(
+RULES = KeyRules(
     [
-        Rule("rate", H, "As it is.", "Optimizer.lr", number(least=0)),
-        Rule("old_rate", H, "The old name.", "Optimizer.lr", number(least=0)),
-        Rule("clip", T, "A call before the step.", "clip.max_norm", number(least=0), absent=1.0, trap="0 before 2.0."),
-        Rule("print", N, "Nothing is printed.", reads=flag),
-        Rule("amp", R, "Use precision.", reads=flag, unless=(False,)),
-        Rule("profiler.enabled", R, "Use torch.profiler.", reads=flag, unless=(False,)),
-        Rule("profiler.steps", R, "Use torch.profiler.", reads=integer(1), switch="profiler.enabled"),
-        Rule("fp16.enabled", T, "A precision.", "precision.fp16", flag, absent=False),
-        Rule("fp16.power", T, "A scale.", "LossScaler.power", integer(), switch="fp16.enabled", absent=16),
-        Rule("bucket", N, "Own buckets.", reads=integer(1), auto=1),
-        Rule("params.*", H, "As it is.", reads=number()),
-        Rule("mode", H, "A word.", "x.mode", one_of("auto", "fast")),
+        KeyRule("rate", H, "As it is.", "Optimizer.lr", number_reader(least=0)),
+        KeyRule("old_rate", H, "The old name.", "Optimizer.lr", number_reader(least=0)),
+        KeyRule(
+            "clip",
+            T,
+            "A call before the step.",
+            "clip.max_norm",
+            number_reader(least=0),
+            absent=1.0,
+            trap="0 before 2.0.",
+        ),
+        KeyRule("print", N, "Nothing is printed.", reads=read_flag),
+        KeyRule("amp", R, "Use precision.", reads=read_flag, unless=(False,)),
+        KeyRule("profiler.enabled", R, "Use torch.profiler.", reads=read_flag, unless=(False,)),
+        KeyRule("profiler.steps", R, "Use torch.profiler.", reads=integer_reader(1), switch="profiler.enabled"),
+        KeyRule("fp16.enabled", T, "A precision.", "precision.fp16", read_flag, absent=False),
+        KeyRule("fp16.power", T, "A scale.", "LossScaler.power", integer_reader(), switch="fp16.enabled", absent=16),
+        KeyRule("bucket", N, "Own buckets.", reads=integer_reader(1), auto=1),
+        KeyRule("params.*", H, "As it is.", reads=number_reader()),
+        KeyRule("mode", H, "A word.", "x.mode", choice_reader("auto", "fast")),
     ]
 )
 
 
-def decisions(values, **auto):
-    return {entry.path: entry.decision for entry in translate("a file", values, RULES, auto).entries}
+def translated_decisions(values, **auto):
+    return {entry.path: entry.decision for entry in translate_configuration("a file", values, RULES, auto).entries}
 
 
 def test_each_key_is_decided_by_its_rule_and_defaults_that_matter_are_told():
-    found = translate("a file", {"rate": 0.1, "print": True, "amp": False, "params": {"a": 1, "b": 2}}, RULES)
+    found = translate_configuration(
+        "a file", {"rate": 0.1, "print": True, "amp": False, "params": {"a": 1, "b": 2}}, RULES
+    )
     assert [(e.path, e.decision) for e in found.entries] == [
         ("rate", H),
         ("print", N),
@@ -66,7 +86,7 @@ def test_each_key_is_decided_by_its_rule_and_defaults_that_matter_are_told():
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name_with_a_way_out(values, path, words):
-    found = translate("a file", values, RULES)
+    found = translate_configuration("a file", values, RULES)
     assert [entry.path for entry in found.decided(R)] == [path]
     with pytest.raises(ConfigError, match=path) as caught:
         found.check()
@@ -75,34 +95,34 @@ def test_what_cannot_be_followed_is_refused_by_name_with_a_way_out(values, path,
 
 def test_all_refusals_come_together():
     with pytest.raises(ConfigError) as caught:
-        translate("a file", {"amp": True, "bad": 1}, RULES).check()
+        translate_configuration("a file", {"amp": True, "bad": 1}, RULES).check()
     assert caught.value.facts["refused"] == ("amp", "bad")
 
 
 def test_auto_is_the_callers_then_the_rules_then_refused():
-    assert translate("a file", {"rate": "auto"}, RULES, {"rate": 0.5}).into("Optimizer") == {"lr": 0.5}
-    assert decisions({"bucket": "auto"})["bucket"] is N
-    assert decisions({"rate": "auto"}, rate="nonsense")["rate"] is R
-    assert translate("a file", {"mode": "auto"}, RULES).value("mode") == "auto", "a word of the key's own"
+    assert translate_configuration("a file", {"rate": "auto"}, RULES, {"rate": 0.5}).into("Optimizer") == {"lr": 0.5}
+    assert translated_decisions({"bucket": "auto"})["bucket"] is N
+    assert translated_decisions({"rate": "auto"}, rate="nonsense")["rate"] is R
+    assert translate_configuration("a file", {"mode": "auto"}, RULES).value("mode") == "auto", "a word of the key's own"
 
 
 def test_values_for_auto_have_a_rule():
     with pytest.raises(ConfigError, match="Did you mean 'rate'"):
-        translate("a file", {}, RULES, {"rat": 1})
+        translate_configuration("a file", {}, RULES, {"rat": 1})
 
 
 def test_a_section_that_is_off_has_no_effect_but_for_what_cannot_be_read():
-    assert decisions({"profiler": {"enabled": False, "steps": 2}})["profiler.steps"] is N
-    assert decisions({"profiler": {"enabled": True, "steps": 2}})["profiler.steps"] is R
-    assert decisions({"profiler": {"steps": 0}})["profiler.steps"] is R, "no integer from 1"
-    assert decisions({"fp16": {"power": 3}})["fp16.power"] is N
+    assert translated_decisions({"profiler": {"enabled": False, "steps": 2}})["profiler.steps"] is N
+    assert translated_decisions({"profiler": {"enabled": True, "steps": 2}})["profiler.steps"] is R
+    assert translated_decisions({"profiler": {"steps": 0}})["profiler.steps"] is R, "no integer from 1"
+    assert translated_decisions({"fp16": {"power": 3}})["fp16.power"] is N
     on = {"fp16": {"enabled": "auto", "power": 3}}
-    assert decisions(on, **{"fp16.enabled": True})["fp16.power"] is T
-    assert translate("a file", {"fp16": {"enabled": True}}, RULES).into("LossScaler") == {"power": 16}
+    assert translated_decisions(on, **{"fp16.enabled": True})["fp16.power"] is T
+    assert translate_configuration("a file", {"fp16": {"enabled": True}}, RULES).into("LossScaler") == {"power": 16}
 
 
 def test_what_other_keys_say_amends_an_entry():
-    found = translate("a file", {"rate": 1}, RULES)
+    found = translate_configuration("a file", {"rate": 1}, RULES)
     found.refuse("rate", "Not with clip.")
     found.amend("new", N, "By the program.")
     assert [(e.path, e.given) for e in found.decided(R)] == [("rate", 1)]
@@ -113,32 +133,32 @@ def test_what_other_keys_say_amends_an_entry():
 @pytest.mark.parametrize(
     ("reader", "good", "bad"),
     [
-        (flag, [(True, True), (0, False)], ["true", 2, None, 1.0]),
-        (text, [("a", "a")], [1, None]),
-        (number(least=1, most=2), [(1, 1), (1.5, 1.5)], [0.9, 2.1, True, "1", float("nan"), float("inf")]),
-        (number(above=0), [(1e-9, 1e-9)], [0]),
-        (integer(1), [(5e8, 500_000_000)], [1.5, 0, "7", None]),
-        (one_of("a", bf16=7), [("A", "a"), ("bf16", 7)], ["c", 1]),
-        (list_of(number(), 2), [([0.9, 0.95], (0.9, 0.95))], [[0.9], 0.9, ["a", 1]]),
-        (optional(flag), [(None, None), (True, True)], ["x"]),
+        (read_flag, [(True, True), (0, False)], ["true", 2, None, 1.0]),
+        (read_text_value, [("a", "a")], [1, None]),
+        (number_reader(least=1, most=2), [(1, 1), (1.5, 1.5)], [0.9, 2.1, True, "1", float("nan"), float("inf")]),
+        (number_reader(above=0), [(1e-9, 1e-9)], [0]),
+        (integer_reader(1), [(5e8, 500_000_000)], [1.5, 0, "7", None]),
+        (choice_reader("a", bf16=7), [("A", "a"), ("bf16", 7)], ["c", 1]),
+        (list_reader(number_reader(), 2), [([0.9, 0.95], (0.9, 0.95))], [[0.9], 0.9, ["a", 1]]),
+        (optional_reader(read_flag), [(None, None), (True, True)], ["x"]),
     ],
 )
 def test_readers_take_values_as_the_other_side_does(reader, good, bad):
     for value, read in good:
         assert reader(value) == read and type(reader(value)) is type(read)
     for value in bad:
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableValue):
             reader(value)
 
 
 def test_a_path_has_one_rule():
     with pytest.raises(ConfigError, match="one rule for a path"):
-        Rules([Rule("a", N, "x"), Rule("a", N, "y")])
+        KeyRules([KeyRule("a", N, "x"), KeyRule("a", N, "y")])
     assert RULES.below("") == tuple(dict.fromkeys(rule.path.split(".")[0] for rule in RULES))
     assert RULES.below("profiler") == ("enabled", "steps")
 
 
 def test_leaves_and_attributes():
-    assert dict(flattened({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert dict(flatten_mapping({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
     args = type("Args", (), {"lr": 3})()
-    assert fill({"rate": "lr", "clip": "max_norm"}, args) == {"rate": 3}
+    assert fill_auto_values({"rate": "lr", "clip": "max_norm"}, args) == {"rate": 3}

@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npuzero import _native
-from npuzero.memory import Transient
+from npuzero.memory import TransientBuffer
 
 _LAUNCHES = ("flat_adam", "pack", "norm", "cast")
 
 
-def captured(step: Callable[[], None], device: torch.device, warm_up: int = 3) -> Callable[[], None]:
+def capture_step(step: Callable[[], None], device: torch.device, warm_up: int = 3) -> Callable[[], None]:
     """Runs ``step`` a few times, captures it once more without running it, and returns what runs it again."""
     if device.type == "cpu":
         for _ in range(warm_up):
             step()
-        return _Recording(step).replay
+        return _StepRecording(step).replay
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -35,7 +35,7 @@ def captured(step: Callable[[], None], device: torch.device, warm_up: int = 3) -
     return graph.replay
 
 
-class _Recording(TorchDispatchMode):
+class _StepRecording(TorchDispatchMode):
     """What a graph is: operations with the numbers they had, on the memory they had. To record a step is to take it."""
 
     def __init__(self, step: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class _Recording(TorchDispatchMode):
             for name in _LAUNCHES:
                 patch.setattr(_native, name, self._recorded(getattr(_native, name)))
             for name in ("restore", "release"):  # memory that a graph has to itself comes and goes here
-                patch.setattr(Transient, name, self._recorded(getattr(Transient, name)))
+                patch.setattr(TransientBuffer, name, self._recorded(getattr(TransientBuffer, name)))
             with self:
                 step()
 
@@ -65,11 +65,11 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         if func.namespace != "profiler":
-            self._calls.append(lambda: _again(func, args, kwargs, tree_leaves(results)))
+            self._calls.append(lambda: _replay_operation(func, args, kwargs, tree_leaves(results)))
         return results
 
 
-def _again(func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+def _replay_operation(func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
     """The results land where they landed the first time."""
     for value, place in zip(tree_leaves(func(*args, **kwargs)), results, strict=True):
         if isinstance(place, Tensor) and value.data_ptr() != place.data_ptr():

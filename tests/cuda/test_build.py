@@ -16,7 +16,7 @@ _MAGIC = b"\x50\xed\x55\xba"  # of a fat binary; then version u16, bytes of the 
 _CODE = {1: "compute", 2: "sm"}  # an entry's kind: PTX, or a binary
 
 
-def _architectures(module: bytes) -> set[str]:
+def _fatbin_architectures(module: bytes) -> set[str]:
     """What is in the fat binaries of an extension module, by the headers of their entries: "sm_90", "compute_100"."""
     found = set()
     at = module.find(_MAGIC)
@@ -44,7 +44,7 @@ def test_every_op_has_a_cuda_kernel() -> None:
 
 @needs_kernels
 def test_binaries_for_the_gpus_people_have_and_code_for_later_ones() -> None:
-    found = _architectures(Path(_C.__file__).read_bytes())
+    found = _fatbin_architectures(Path(_C.__file__).read_bytes())
     assert {"sm_80", "sm_90"} <= found, found
     assert any(name.startswith("compute_") for name in found), found
 

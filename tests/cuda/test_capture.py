@@ -13,7 +13,7 @@ import npuzero
 from npuzero import comm
 from npuzero.errors import StateError
 
-from .graphs import captured
+from .graphs import capture_step
 
 WARM_UP, REPLAYS = 3, 5
 
@@ -23,37 +23,39 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cpu") if request.param == "cpu" else torch.device("cuda", 0)
 
 
-def small(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_capture_model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.LayerNorm(48)) for _ in range(3)]
     return nn.Sequential(*blocks).to(device, dtype)
 
 
-def taken(device: torch.device) -> int:
+def warm_up_steps(device: torch.device) -> int:
     """Steps that the warm-up and the capture have taken: only a recording runs what it captures."""
     return WARM_UP + (device.type == "cpu")
 
 
-def run(step: Callable[[], None], change: Callable[[int], None], device: torch.device, capture: bool) -> None:
+def run_captured_steps(
+    step: Callable[[], None], change: Callable[[int], None], device: torch.device, capture: bool
+) -> None:
     """The same steps, each after ``change(number)``: all of them as they come, or the later ones captured."""
     change(0)
     if capture:
-        step = captured(step, device, WARM_UP)
+        step = capture_step(step, device, WARM_UP)
     else:
-        for _ in range(taken(device)):
+        for _ in range(warm_up_steps(device)):
             step()
     for number in range(1, REPLAYS + 1):
         change(number)
         step()
 
 
-def steps_of(optimizer: torch.optim.Optimizer) -> set[float]:
+def optimizer_step_counts(optimizer: torch.optim.Optimizer) -> set[float]:
     return {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
 
 
-def update(device: torch.device, dtype: torch.dtype, options: dict[str, Any], capture: bool) -> list[Tensor]:
+def capture_updates(device: torch.device, dtype: torch.dtype, options: dict[str, Any], capture: bool) -> list[Tensor]:
     """Parameters after updates with another lr each, other gradients, and one that overflowed."""
-    model, lr = small(device, dtype), torch.tensor(1e-2, device=device)
+    model, lr = build_capture_model(device, dtype), torch.tensor(1e-2, device=device)
     optimizer: Any = npuzero.AdamW(model.parameters(), lr=lr, capturable=True, **options)
     optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device=device), torch.ones((), device=device)
     for parameter in model.parameters():
@@ -68,8 +70,8 @@ def update(device: torch.device, dtype: torch.dtype, options: dict[str, Any], ca
         optimizer.grad_scale.fill_(2.0**number)
         optimizer.found_inf.fill_(float(number == 3))
 
-    run(optimizer.step, change, device, capture)
-    assert steps_of(optimizer) == {taken(device) + REPLAYS - 1.0}
+    run_captured_steps(optimizer.step, change, device, capture)
+    assert optimizer_step_counts(optimizer) == {warm_up_steps(device) + REPLAYS - 1.0}
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -77,14 +79,14 @@ def update(device: torch.device, dtype: torch.dtype, options: dict[str, Any], ca
 @pytest.mark.parametrize("options", [{}, {"masters": "split", "moments": "bf16"}], ids=["whole", "split, bf16"])
 def test_an_update_of_plain_parameters(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Captured: the bits of the same steps as they come."""
-    assert all(map(torch.equal, *(update(device, dtype, options, capture) for capture in (False, True))))
+    assert all(map(torch.equal, *(capture_updates(device, dtype, options, capture) for capture in (False, True))))
 
 
-def training(
+def train_captured(
     device: torch.device, plan: str, precision: str, scaled: bool, capture: bool
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss scale and the weights after whole steps with other data and another lr each."""
-    model = npuzero.zero(small(device), plan=plan, precision=precision, world=comm.SingleWorld(device))
+    model = npuzero.zero(build_capture_model(device), plan=plan, precision=precision, world=comm.SingleWorld(device))
     lr, data = torch.tensor(1e-2, device=device), torch.zeros(16, 48, device=device)
     optimizer = npuzero.AdamW(model.parameters(), lr=lr, capturable=True)
     scaler = npuzero.LossScaler(init_scale=2.0**8, growth_interval=2, enabled=scaled)
@@ -103,8 +105,8 @@ def training(
         data[0, 0] = torch.inf if number == 3 and scaled else 0.0
         lr.fill_(1e-2 / (1 + number))
 
-    run(step, change, device, capture)
-    assert steps_of(optimizer) == {taken(device) + REPLAYS - float(scaled)}
+    run_captured_steps(step, change, device, capture)
+    assert optimizer_step_counts(optimizer) == {warm_up_steps(device) + REPLAYS - float(scaled)}
     return scaler.get_scale(), npuzero.full_state_dict(model)
 
 
@@ -115,15 +117,15 @@ def training(
 def test_a_whole_training_step(device: torch.device, plan: str, precision: str, scaled: bool) -> None:
     """Forward, backward, clipping and update, with an overflow that only the device sees; as the steps come."""
     (scale, expected), (found_scale, found) = (
-        training(device, plan, precision, scaled, capture) for capture in (False, True)
+        train_captured(device, plan, precision, scaled, capture) for capture in (False, True)
     )
     assert found_scale == scale
     for name, value in expected.items():
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def little(device: torch.device) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    model = npuzero.zero(small(device), stage=3, world=comm.SingleWorld(device))
+def build_captured_step(device: torch.device) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    model = npuzero.zero(build_capture_model(device), stage=3, world=comm.SingleWorld(device))
     optimizer = npuzero.AdamW(model.parameters(), capturable=True)
     data = torch.ones(4, 48, device=device)
 
@@ -139,17 +141,17 @@ def little(device: torch.device) -> tuple[torch.optim.Optimizer, Callable[[], No
 @pytest.mark.usefixtures("permissive")  # what stands for a graph on the CPU replays ops, past the hooks
 def test_a_state_is_looked_at_between_replays(device: torch.device) -> None:
     """What is captured goes on counting where state_dict looks."""
-    optimizer, step = little(device)
-    replay = captured(step, device, WARM_UP)
-    for count in range(taken(device), taken(device) + 3):
-        assert steps_of(optimizer) == {count}
+    optimizer, step = build_captured_step(device)
+    replay = capture_step(step, device, WARM_UP)
+    for count in range(warm_up_steps(device), warm_up_steps(device) + 3):
+        assert optimizer_step_counts(optimizer) == {count}
         replay()
 
 
 @pytest.mark.gpu
 def test_replays_allocate_nothing() -> None:
     device = torch.device("cuda", 0)
-    replay = captured(little(device)[1], device, WARM_UP)
+    replay = capture_step(build_captured_step(device)[1], device, WARM_UP)
     before = torch.cuda.memory_stats(device)
     for _ in range(3):
         replay()
@@ -162,7 +164,7 @@ def test_replays_allocate_nothing() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_the_capture_of_steps_that_the_host_counts_is_refused() -> None:
-    model = small(torch.device("cuda", 0))
+    model = build_capture_model(torch.device("cuda", 0))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = npuzero.AdamW(model.parameters())

@@ -34,7 +34,7 @@ def device() -> Iterator[torch.device]:
     torch.cuda.synchronize()
 
 
-class Block(nn.Module):
+class CudaBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
@@ -44,12 +44,12 @@ class Block(nn.Module):
         return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
 
 
-def model_on(device: torch.device) -> nn.Module:
+def build_cuda_model(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(DIM, 8)).to(device)
+    return nn.Sequential(*(CudaBlock() for _ in range(BLOCKS)), nn.Linear(DIM, 8)).to(device)
 
 
-def stepping(
+def make_cuda_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object], dtype: torch.dtype
 ) -> Callable[[int], torch.Tensor]:
     def step(number: int) -> torch.Tensor:
@@ -64,14 +64,14 @@ def stepping(
     return step
 
 
-def cut(
+def build_sharded_step(
     device: torch.device, plan: str, precision: str | None = None
 ) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     """A model, and its training step by the number of the batch."""
-    model = npuzero.zero(model_on(device), plan=plan, precision=precision, world=comm.SingleWorld(device))
+    model = npuzero.zero(build_cuda_model(device), plan=plan, precision=precision, world=comm.SingleWorld(device))
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     dtype = next(model.parameters()).dtype
-    return model, stepping(model, optimizer, lambda: npuzero.clip_grad_norm_(model, 1.0), dtype)
+    return model, make_cuda_step(model, optimizer, lambda: npuzero.clip_grad_norm_(model, 1.0), dtype)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
@@ -79,12 +79,12 @@ def cut(
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_it_trains_as_plain_torch(device: torch.device, plan: str, compiled: bool) -> None:
-    plain = model_on(device)
+    plain = build_cuda_model(device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-    expected = stepping(
+    expected = make_cuda_step(
         plain, optimizer, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0), torch.float32
     )
-    model, found = cut(device, plan)
+    model, found = build_sharded_step(device, plan)
     if compiled:
         for block in list(model.children())[:BLOCKS]:
             block.compile(fullgraph=True)
@@ -98,7 +98,7 @@ def test_it_trains_as_plain_torch(device: torch.device, plan: str, compiled: boo
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-split", "bf16-8bit"])
 def test_what_is_counted_is_what_torch_has_allocated(device: torch.device, precision: str) -> None:
     before = torch.cuda.memory_allocated(device)
-    model, step = cut(device, "zero3", precision)
+    model, step = build_sharded_step(device, "zero3", precision)
     for number in range(3):
         step(number)
     torch.cuda.synchronize()
@@ -111,14 +111,14 @@ def test_what_is_counted_is_what_torch_has_allocated(device: torch.device, preci
 def test_the_high_water_is_predicted(device: torch.device, precision: str) -> None:
     """On so little data that activations are next to nothing: what the plan says, and what a rank reports."""
     before = torch.cuda.memory_allocated(device)
-    model, step = cut(device, "zero3", precision)
+    model, step = build_sharded_step(device, "zero3", precision)
     step(0)
     torch.cuda.reset_peak_memory_stats(device)
     step(1)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device) - before
     reported = sum(npuzero.report(model).memory.values())
-    predicted = sum(npuzero.predict(model_on(torch.device("cpu")), 3, 1, precision=precision).memory.values())
+    predicted = sum(npuzero.predict(build_cuda_model(torch.device("cpu")), 3, 1, precision=precision).memory.values())
     assert reported == predicted
     largest = 4 * DIM * DIM * 4 * 2  # a unit's gradients, before they are packed
     assert predicted <= peak <= 1.03 * predicted + largest, f"{predicted:,} bytes predicted, {peak:,} allocated"
@@ -127,7 +127,7 @@ def test_the_high_water_is_predicted(device: torch.device, precision: str) -> No
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_the_allocator_is_at_rest_in_a_steady_step(device: torch.device, plan: str) -> None:
     """No bytes are left behind by a step, no more are reserved, and the peak is that of the step before."""
-    _, step = cut(device, plan, "bf16")
+    _, step = build_sharded_step(device, plan, "bf16")
     seen = []
     for number in range(8):
         torch.cuda.reset_peak_memory_stats(device)
@@ -141,7 +141,7 @@ def test_the_allocator_is_at_rest_in_a_steady_step(device: torch.device, plan: s
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_waits_for_nothing(device: torch.device) -> None:
     data = torch.randn(32, DIM, device=device, dtype=torch.bfloat16)
-    model, _ = cut(device, "zero3", "bf16")
+    model, _ = build_sharded_step(device, "zero3", "bf16")
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
 
     def quiet() -> None:
@@ -183,7 +183,7 @@ def test_a_world_of_one_on_torchs_process_group(nccl: torch.device) -> None:
     """The device and the backend are found; nothing is asked of anybody."""
     world = npuzero.init()
     assert (world.device, world.size) == (nccl, 1)
-    model = npuzero.zero(model_on(nccl), stage=3, world=world)
+    model = npuzero.zero(build_cuda_model(nccl), stage=3, world=world)
     optimizer = npuzero.AdamW(model.parameters())
     model(torch.ones(2, DIM, device=nccl)).sum().backward()
     optimizer.step()
@@ -197,9 +197,13 @@ def test_kernels_update_what_rests_on_the_host(device: torch.device, precision: 
     def trained(update_on: str) -> list[torch.Tensor]:
         settings = npuzero.Settings(chunk_bytes=2**20, update_on=update_on)
         world = comm.SingleWorld(device)
-        model = npuzero.zero(model_on(device), plan="offload3", precision=precision, world=world, settings=settings)
+        model = npuzero.zero(
+            build_cuda_model(device), plan="offload3", precision=precision, world=world, settings=settings
+        )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
-        step = stepping(model, optimizer, lambda: npuzero.clip_grad_norm_(model, 1.0), next(model.parameters()).dtype)
+        step = make_cuda_step(
+            model, optimizer, lambda: npuzero.clip_grad_norm_(model, 1.0), next(model.parameters()).dtype
+        )
         for number in range(3):
             step(number)
         return list(npuzero.full_state_dict(model).values())
@@ -210,7 +214,7 @@ def test_kernels_update_what_rests_on_the_host(device: torch.device, precision: 
 
 def test_a_training_state_leaves_the_device(device: torch.device) -> None:
     before = torch.cuda.memory_allocated()
-    model, step = cut(device, "zero3")
+    model, step = build_sharded_step(device, "zero3")
     step(0)
     large = torch.cuda.memory_allocated() - before
     with npuzero.offloaded(model):

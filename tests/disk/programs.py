@@ -19,7 +19,7 @@ PROCESSORS = {
 }
 
 
-def built(
+def build_cpp_program(
     name: str, sources: Sequence[str], folder: Path, processor: str = "here", flags: Sequence[str] = ("-O3",)
 ) -> list[str]:
     """The command that runs ``name``.cpp, built in ``folder``; skips where there is no tool for it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disk.programs import built
+from disk.programs import build_cpp_program
 from npuzero import _native
 from npuzero.errors import ContractError
 from npuzero.memory.file import BLOCK
@@ -41,7 +41,7 @@ def test_checksums(way: str) -> None:
 
 def test_checksums_of_aarch64(tmp_path: Path) -> None:
     """By the table and by ARMv8's instruction."""
-    program = built("checksums", ("crc32c",), tmp_path, "aarch64")
+    program = build_cpp_program("checksums", ("crc32c",), tmp_path, "aarch64")
     ran = subprocess.run([*program, *map(str, LENGTHS)], input=DATA, capture_output=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     found = ran.stdout.decode().splitlines()
@@ -53,7 +53,7 @@ def test_the_store_of_aarch64(tmp_path: Path) -> None:
     """It comes through its stress there, too: threads, faults, stores that are dropped."""
     if _native.io.is_memory(str(tmp_path)):
         pytest.skip("the temporary folder is in memory")
-    program = built("stress", ("crc32c", "system", "file", "store"), tmp_path, "aarch64", ("-O1",))
+    program = build_cpp_program("stress", ("crc32c", "system", "file", "store"), tmp_path, "aarch64", ("-O1",))
     ran = subprocess.run([*program, str(tmp_path), "1"], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "requests" in ran.stdout and not ran.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.disk import of_folder
+from benchmarks.disk import measure_folder
 from npuzero import _native
-from npuzero.bench import Effort, run
-from npuzero.bench.disk import step_seconds, stream
+from npuzero.bench import Effort, run_benchmark
+from npuzero.bench.disk import disk_step_seconds, stream_store
 from npuzero.cli import main
 from npuzero.memory.file import BLOCK, FileStore
 from npuzero.plan import FAR_CHUNK_BYTES
@@ -52,10 +52,10 @@ def test_check_refuses_what_is_no_disk(folder, capsys):
 
 def test_a_step_moves_all_states_both_ways():
     n = 1 << 26
-    seconds = step_seconds(n, 1.0)
+    seconds = disk_step_seconds(n, 1.0)
     assert seconds["fp32"] == pytest.approx(2 * 8 * n / 1e9, rel=1e-3), "two moments; the parameters rest elsewhere"
     assert seconds["bf16"] == pytest.approx(2 * 12 * n / 1e9, rel=1e-3), "and masters"
-    assert step_seconds(n, 4.0)["bf16"] == seconds["bf16"] / 4
+    assert disk_step_seconds(n, 4.0)["bf16"] == seconds["bf16"] / 4
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
@@ -65,7 +65,7 @@ def test_a_stream_leaves_all_bytes_where_they_were(folder, chunks, slots):
     data = store.aligned(store.nbytes)
     data.random_()
     store.write(0, data).wait()
-    stream(store, [store.aligned(2 * BLOCK) for _ in range(slots)])
+    stream_store(store, [store.aligned(2 * BLOCK) for _ in range(slots)])
     back = store.aligned(store.nbytes)
     store.read(0, back).wait()
     assert torch.equal(back, data)
@@ -73,5 +73,5 @@ def test_a_stream_leaves_all_bytes_where_they_were(folder, chunks, slots):
 
 
 def test_the_benchmark_measures_the_same_bytes_thrice(folder):
-    result = run(of_folder(folder, 2 * FAR_CHUNK_BYTES, 2), Effort.quick())
+    result = run_benchmark(measure_folder(folder, 2 * FAR_CHUNK_BYTES, 2), Effort.quick())
     assert set(result.nbytes.values()) == {4 * FAR_CHUNK_BYTES} and len(result.nbytes) == 3

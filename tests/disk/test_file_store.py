@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disk.programs import built
+from disk.programs import build_cpp_program
 from npuzero import _native
 from npuzero.errors import ConfigError, ContractError, OutOfSpace, StateError, StorageError
 from npuzero.memory.file import BLOCK, FileStore
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def filled(nbytes: int, seed: int = 0) -> Tensor:
+def random_file_buffer(nbytes: int, seed: int = 0) -> Tensor:
     buffer = FileStore.aligned(nbytes)
     generator = torch.Generator().manual_seed(seed)
     buffer.view(torch.int64).random_(generator=generator)
@@ -76,7 +76,7 @@ def test_bytes_come_back(folder, folders, verify):
     for seed in range(12):  # extents that overlap, begin and end anywhere
         first = draw.randrange(nbytes // BLOCK)
         blocks = draw.randrange(1, nbytes // BLOCK - first + 1)
-        data = filled(blocks * BLOCK, seed)
+        data = random_file_buffer(blocks * BLOCK, seed)
         store.write(first * BLOCK, data).wait()
         image[first * BLOCK :][: data.numel()] = data
         written += data.numel()
@@ -90,7 +90,7 @@ def test_bytes_come_back(folder, folders, verify):
 def test_many_requests_at_once(folder):
     count, nbytes = 24, 768 * 1024
     store = FileStore([folder, folder], count * nbytes, threads=2)
-    buffers = [filled(nbytes, seed) for seed in range(count)]
+    buffers = [random_file_buffer(nbytes, seed) for seed in range(count)]
 
     def use(mine: range) -> None:
         for handle in [store.write(index * nbytes, buffers[index]) for index in mine]:
@@ -113,9 +113,9 @@ def test_many_requests_at_once(folder):
 def test_stores_in_one_folder_are_apart(folder):
     stores = [FileStore([folder], MIB) for _ in range(2)]
     for seed, store in enumerate(stores):
-        store.write(0, filled(MIB, seed)).wait()
+        store.write(0, random_file_buffer(MIB, seed)).wait()
     for seed, store in enumerate(stores):
-        assert torch.equal(read_back(store, 0, MIB), filled(MIB, seed))
+        assert torch.equal(read_back(store, 0, MIB), random_file_buffer(MIB, seed))
 
 
 def test_a_request_of_nothing(folder):
@@ -142,7 +142,7 @@ def test_the_disk_moves_what_was_asked_for_and_no_more(folder):
     store = FileStore([folder], nbytes)
     if not store.direct:
         pytest.skip("no O_DIRECT here")
-    data, back = filled(nbytes), store.aligned(nbytes)
+    data, back = random_file_buffer(nbytes), store.aligned(nbytes)
     store.write(0, data).wait()
     seen = set()
     for _ in range(5):  # whatever else this process reads from its disks is counted, too
@@ -160,14 +160,14 @@ def test_the_disk_moves_what_was_asked_for_and_no_more(folder):
 @pytest.mark.parametrize(
     ("offset", "make"),
     [
-        (1, lambda: filled(BLOCK)),
-        (-BLOCK, lambda: filled(BLOCK)),
-        (MIB, lambda: filled(BLOCK)),
-        (0, lambda: filled(MIB + BLOCK)),
-        (0, lambda: filled(2 * BLOCK)[: BLOCK + 512]),
-        (0, lambda: filled(3 * BLOCK)[512 : 512 + BLOCK]),
-        (0, lambda: filled(BLOCK).view(torch.float32)),
-        (0, lambda: filled(2 * BLOCK)[::2]),
+        (1, lambda: random_file_buffer(BLOCK)),
+        (-BLOCK, lambda: random_file_buffer(BLOCK)),
+        (MIB, lambda: random_file_buffer(BLOCK)),
+        (0, lambda: random_file_buffer(MIB + BLOCK)),
+        (0, lambda: random_file_buffer(2 * BLOCK)[: BLOCK + 512]),
+        (0, lambda: random_file_buffer(3 * BLOCK)[512 : 512 + BLOCK]),
+        (0, lambda: random_file_buffer(BLOCK).view(torch.float32)),
+        (0, lambda: random_file_buffer(2 * BLOCK)[::2]),
         (0, lambda: torch.empty(BLOCK, dtype=torch.uint8, device="meta")),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_request_that_does_not_fit(folder, offset, make):
 
 def test_a_closed_store(folder):
     store = FileStore([folder], MIB)
-    data = filled(MIB)
+    data = random_file_buffer(MIB)
     handle = store.write(0, data)
     store.close()
     store.close()
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_later(folder):
     store = FileStore([folder], MIB)
     inject(Call.write, error=errno.ENOSPC)
     with pytest.raises(OutOfSpace, match=f"{folder}.*No space left.*offset 0") as met:
-        store.write(0, filled(MIB)).wait()
+        store.write(0, random_file_buffer(MIB)).wait()
     assert met.value.facts["free"] > 0
 
 
@@ -259,7 +259,7 @@ def store(request: Any, folder: Path) -> Iterator[FileStore]:
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_bad_sector(store, folder, verb, after):
-    data = filled(5 * MIB)
+    data = random_file_buffer(5 * MIB)
     store.write(0, data).wait()
     inject(getattr(Call, verb), after=after, error=errno.EIO)
     handle = getattr(store, verb)(0, data)
@@ -277,14 +277,14 @@ def test_a_bad_sector(store, folder, verb, after):
 def test_the_end_of_a_file_that_was_longer(store, verb):
     inject(getattr(Call, verb), most=0)
     with pytest.raises(StorageError, match="end of the file"):
-        getattr(store, verb)(0, filled(5 * MIB)).wait()
+        getattr(store, verb)(0, random_file_buffer(5 * MIB)).wait()
 
 
 def test_short_transfers_are_gone_on_with(store):
     most = BLOCK if store.direct else 1000
     inject(Call.write, times=300, most=most)
     inject(Call.read, times=300, most=most)
-    data = filled(5 * MIB)
+    data = random_file_buffer(5 * MIB)
     store.write(0, data).wait()
     assert torch.equal(read_back(store, 0, 5 * MIB), data)
 
@@ -292,13 +292,13 @@ def test_short_transfers_are_gone_on_with(store):
 def test_a_storm_of_signals(folder):
     for call in (Call.nameless, Call.allocate, Call.read, Call.write):
         inject(call, times=1000, error=errno.EINTR)
-    store, data = FileStore([folder], 5 * MIB), filled(5 * MIB)
+    store, data = FileStore([folder], 5 * MIB), random_file_buffer(5 * MIB)
     store.write(0, data).wait()
     assert torch.equal(read_back(store, 0, 5 * MIB), data)
 
 
 def test_a_bit_that_is_another(store, folder):
-    data = filled(5 * MIB)
+    data = random_file_buffer(5 * MIB)
     store.write(0, data).wait()
     inject(Call.read, after=1, flip=True)
     with pytest.raises(StorageError, match=f"{folder} at offset .*that were written.*CRC32C") as met:
@@ -308,7 +308,7 @@ def test_a_bit_that_is_another(store, folder):
 
 
 def test_a_write_that_was_lost(store):
-    old, new = filled(5 * MIB, 1), filled(5 * MIB, 2)
+    old, new = random_file_buffer(5 * MIB, 1), random_file_buffer(5 * MIB, 2)
     store.write(0, old).wait()
     inject(Call.write, error=errno.EIO)
     with pytest.raises(StorageError):
@@ -319,14 +319,14 @@ def test_a_write_that_was_lost(store):
 
 def test_without_verify_bits_are_believed(folder):
     store = FileStore([folder], MIB, verify=False)
-    store.write(0, filled(MIB)).wait()
+    store.write(0, random_file_buffer(MIB)).wait()
     inject(Call.read, flip=True)
-    assert read_back(store, 0, MIB).ne(filled(MIB)).sum() == 1
+    assert read_back(store, 0, MIB).ne(random_file_buffer(MIB)).sum() == 1
 
 
 def test_a_file_system_without_nameless_files(folder):
     inject(Call.nameless, error=errno.EOPNOTSUPP)
-    store, data = FileStore([folder], MIB), filled(MIB)
+    store, data = FileStore([folder], MIB), random_file_buffer(MIB)
     assert not os.listdir(folder)
     store.write(0, data).wait()
     assert torch.equal(read_back(store, 0, MIB), data)
@@ -335,7 +335,7 @@ def test_a_file_system_without_nameless_files(folder):
 def test_a_folder_that_is_removed(folder):
     place = folder / "place"
     place.mkdir()
-    store, data = FileStore([place], 3 * MIB), filled(3 * MIB)
+    store, data = FileStore([place], 3 * MIB), random_file_buffer(3 * MIB)
     place.rmdir()
     store.write(0, data).wait()
     assert torch.equal(read_back(store, 0, 3 * MIB), data), "the file needs no folder"
@@ -350,7 +350,7 @@ def test_a_folder_that_is_removed(folder):
 
 
 def test_a_store_that_is_dropped_finishes(folder):
-    data = filled(32 * MIB)
+    data = random_file_buffer(32 * MIB)
     handles = []
     for _ in range(2):
         store = FileStore([folder], data.numel(), threads=2)
@@ -363,14 +363,14 @@ def test_a_store_that_is_dropped_finishes(folder):
 
 
 def test_a_handle_that_is_dropped_keeps_its_buffer(folder):
-    store, data = FileStore([folder], 32 * MIB), filled(32 * MIB)
+    store, data = FileStore([folder], 32 * MIB), random_file_buffer(32 * MIB)
     store.write(0, data).wait()
     for _ in range(5):
         store.read(0, store.aligned(32 * MIB))  # written to when nobody has it any more
     store.close()
 
 
-def _nursery(*arguments: Any) -> str:
+def _run_nursery(*arguments: Any) -> str:
     command = [sys.executable, str(HERE / "nursery.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -383,11 +383,11 @@ def _nursery(*arguments: Any) -> str:
 )
 def test_nothing_is_left_of_a_process_that_is_killed(folder, what, times):
     """While it writes, and while it trains."""
-    assert _nursery(what, folder, times) == "0"
+    assert _run_nursery(what, folder, times) == "0"
 
 
 def test_a_forked_process_leaves_the_store_alone(folder):
-    assert _nursery("inherit", folder) == "0"
+    assert _run_nursery("inherit", folder) == "0"
 
 
 # --- under a sanitizer ------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_a_forked_process_leaves_the_store_alone(folder):
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_the_store_under_a_sanitizer(folder, sanitizer):
     flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    program = built("stress", ("crc32c", "system", "file", "store"), folder, flags=flags)
+    program = build_cpp_program("stress", ("crc32c", "system", "file", "store"), folder, flags=flags)
     ran = subprocess.run([*program, str(folder), "10"], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "requests" in ran.stdout and not ran.stderr

@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 
 
-def programs(page: str) -> list[str]:
+def find_page_programs(page: str) -> list[str]:
     """The Python programs of `docs/<page>`, in order."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def run(program: str, ranks: int, folder: Path) -> str:
+def run_program_text(program: str, ranks: int, folder: Path) -> str:
     """Run a program's text in `folder`, as :func:`run_script` does."""
     (folder / "program.py").write_text(program)
     return run_script(folder / "program.py", ranks, folder)

@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import npuzero
-from examples.pages import ROOT, programs, run
+from examples.pages import ROOT, find_page_programs, run_program_text
 
 PAGE = (ROOT / "docs/ascend.md").read_text("utf-8")
-(PROGRAM,) = programs("ascend.md")
+(PROGRAM,) = find_page_programs("ascend.md")
 
 
-def losses(output: str) -> dict[int, float]:
+def parse_ascend_losses(output: str) -> dict[int, float]:
     """By step, counted from 1."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
@@ -25,7 +25,7 @@ def losses(output: str) -> dict[int, float]:
 @pytest.mark.world
 @pytest.mark.slow
 def test_it_trains_on_two_ranks_and_leaves_what_transformers_loads(tmp_path: Path) -> None:
-    found = losses(run(PROGRAM, 2, tmp_path))
+    found = parse_ascend_losses(run_program_text(PROGRAM, 2, tmp_path))
     assert list(found) == [1, 3, 5] and found[5] < found[3] < found[1]
     AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
 
@@ -33,14 +33,14 @@ def test_it_trains_on_two_ranks_and_leaves_what_transformers_loads(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.world
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    whole = losses(run(PROGRAM, 2, tmp_path))
+    whole = parse_ascend_losses(run_program_text(PROGRAM, 2, tmp_path))
     weights = tmp_path / "weights/model.safetensors"
     expected = weights.read_bytes()
     shutil.rmtree(tmp_path / "runs/llama/step-00000006")  # as if it had been stopped after five steps
-    assert losses(run(PROGRAM, 2, tmp_path)) == {5: whole[5]}
+    assert parse_ascend_losses(run_program_text(PROGRAM, 2, tmp_path)) == {5: whole[5]}
     assert weights.read_bytes() == expected
     shutil.rmtree(tmp_path / "runs/llama/step-00000006")
-    assert list(losses(run(PROGRAM, 1, tmp_path))) == [5], "on another number of ranks"
+    assert list(parse_ascend_losses(run_program_text(PROGRAM, 1, tmp_path))) == [5], "on another number of ranks"
 
 
 def test_what_the_page_names_is_there() -> None:

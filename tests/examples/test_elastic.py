@@ -35,13 +35,13 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def steps(out: Path) -> list[dict[str, Any]]:
+def read_elastic_steps(out: Path) -> list[dict[str, Any]]:
     """What rank 0 has written down of each step, in order, steps that were taken again as well."""
     path = out / "steps.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class Nodes:
+class ElasticNodes:
     """Two nodes, each an agent of torchrun's with two ranks.
 
     Args:
@@ -66,7 +66,7 @@ class Nodes:
                 env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def __enter__(self) -> Nodes:
+    def __enter__(self) -> ElasticNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class Nodes:
     def kill(self, node: int) -> None:
         """End an agent and its ranks at once, as a machine ends that loses its power."""
         agent = self.running.pop(node)
-        for process in (agent.pid, *children(agent.pid)):
+        for process in (agent.pid, *child_processes(agent.pid)):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         agent.wait()
@@ -91,7 +91,7 @@ class Nodes:
             time.sleep(0.1)
 
 
-def children(parent: int) -> list[int]:
+def child_processes(parent: int) -> list[int]:
     """Processes that ``parent`` has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -102,7 +102,7 @@ def children(parent: int) -> list[int]:
 
 
 @contextmanager
-def store_apart() -> Iterator[int]:
+def store_process() -> Iterator[int]:
     """The port of a store in a process of its own, which no node's end ends."""
     command = [sys.executable, str(SCRIPT.with_name("store.py")), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -118,21 +118,27 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
-def disturb(run: Nodes, out: Path, victim: int) -> None:
+def kill_and_restart_node(run: ElasticNodes, out: Path, victim: int) -> None:
     """Kill a node in mid-run, wait until the other goes on, start it again, and wait for the end."""
     run.start(0)
     run.start(1)
-    run.until(lambda: bool(steps(out)) and steps(out)[-1]["ranks"] == 4 and steps(out)[-1]["step"] >= 20)
+    run.until(
+        lambda: (
+            bool(read_elastic_steps(out))
+            and read_elastic_steps(out)[-1]["ranks"] == 4
+            and read_elastic_steps(out)[-1]["step"] >= 20
+        )
+    )
     run.kill(victim)
-    killed = steps(out)[-1]["step"]
-    run.until(lambda: steps(out)[-1]["ranks"] == 2 and steps(out)[-1]["step"] >= killed + 5)
-    first = steps(out)[-1]["first"]
+    killed = read_elastic_steps(out)[-1]["step"]
+    run.until(lambda: read_elastic_steps(out)[-1]["ranks"] == 2 and read_elastic_steps(out)[-1]["step"] >= killed + 5)
+    first = read_elastic_steps(out)[-1]["first"]
     assert killed - 2 * EVERY <= first <= killed + 1, (
         "it goes on from the last checkpoint, which may just have been made"
     )
     run.start(victim)
-    run.until(lambda: steps(out)[-1]["ranks"] == 4)
-    assert steps(out)[-1]["first"] > killed
+    run.until(lambda: read_elastic_steps(out)[-1]["ranks"] == 4)
+    assert read_elastic_steps(out)[-1]["first"] > killed
     for agent in run.running.values():
         run.until(lambda agent=agent: agent.poll() is not None)
         assert agent.returncode == 0
@@ -142,7 +148,7 @@ def disturb(run: Nodes, out: Path, victim: int) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("undisturbed")
     run_script(SCRIPT, 4, folder, "--steps", str(STEPS), "--out", "out")
-    return [line["loss"] for line in steps(folder / "out")]
+    return [line["loss"] for line in read_elastic_steps(folder / "out")]
 
 
 @pytest.mark.slow
@@ -150,12 +156,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_a_node_is_lost_and_comes_back(victim: int, undisturbed: list[float], tmp_path: Path) -> None:
     """The second node, over shared memory; and the first, over Gloo, with the store in neither."""
     if victim == 1:
-        with Nodes(tmp_path, free_port(), host=0) as run:
-            disturb(run, tmp_path, victim)
+        with ElasticNodes(tmp_path, free_port(), host=0) as run:
+            kill_and_restart_node(run, tmp_path, victim)
     else:
-        with store_apart() as port, Nodes(tmp_path, port, host=None, before=APART) as run:
-            disturb(run, tmp_path, victim)
-    found = steps(tmp_path)
+        with store_process() as port, ElasticNodes(tmp_path, port, host=None, before=APART) as run:
+            kill_and_restart_node(run, tmp_path, victim)
+    found = read_elastic_steps(tmp_path)
     assert {line["step"] for line in found} == set(range(STEPS)), "every step was taken"
     assert [line["loss"] for line in found] == pytest.approx([undisturbed[line["step"]] for line in found], rel=BOUND)
     assert undisturbed[-1] < 0.5 * undisturbed[0]
@@ -169,8 +175,8 @@ def test_ranks_take_the_same_steps_however_many_they_are(tmp_path: Path) -> None
     run_script(SCRIPT, 2, tmp_path, *few, "other")
     shutil.rmtree(other / "checkpoints" / "step-00000006")
     run_script(SCRIPT, 1, tmp_path, *few, "other")  # goes on from step 3, on another number
-    assert [(line["step"], line["ranks"]) for line in steps(other)] == [
+    assert [(line["step"], line["ranks"]) for line in read_elastic_steps(other)] == [
         *((step, 2) for step in range(6)), *((step, 1) for step in range(3, 6))
     ]  # fmt: skip
-    losses = [line["loss"] for line in steps(alone)]
-    assert [line["loss"] for line in steps(other)] == pytest.approx(losses + losses[3:], rel=BOUND)
+    losses = [line["loss"] for line in read_elastic_steps(alone)]
+    assert [line["loss"] for line in read_elastic_steps(other)] == pytest.approx(losses + losses[3:], rel=BOUND)

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from examples.test_gpt_train import launch
+from examples.test_gpt_train import run_process_group
 
 LONGER = ["--steps", "40", "--lr", "1e-2"]
 FOLDER = Path(__file__).parents[2] / "examples" / "finetune"
@@ -21,12 +21,12 @@ FOLDER = Path(__file__).parents[2] / "examples" / "finetune"
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
-    launch([str(FOLDER / "pretrained.py"), str(folder)])
+    run_process_group([str(FOLDER / "pretrained.py"), str(folder)])
     assert len(list(folder.glob("*.safetensors"))) > 1, "several files, to be read by their index"
     return folder
 
 
-def losses(model: torch.nn.Module) -> list[float]:
+def dialect_losses(model: torch.nn.Module) -> list[float]:
     """Over sentences of either dialect: those it was trained on before, and those it was fine-tuned on."""
     small = torch.tensor([list(b"the red fox jumps over the hill and sleeps till ")])
     large = torch.tensor([list(b"THE RED FOX JUMPS OVER THE HILL AND SLEEPS TILL ")])
@@ -36,7 +36,7 @@ def losses(model: torch.nn.Module) -> list[float]:
 
 def fine_tune(ranks: int, pretrained: Path, out: Path, *how: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    launch([*torchrun, str(FOLDER / "finetune.py"), str(pretrained), "--out", str(out), *how])
+    run_process_group([*torchrun, str(FOLDER / "finetune.py"), str(pretrained), "--out", str(out), *how])
     result = json.loads((out / "result.json").read_text())
     assert result["ranks"] == ranks and result["losses"][-1] < 0.5 * result["losses"][0]
 
@@ -46,7 +46,7 @@ def fine_tune(ranks: int, pretrained: Path, out: Path, *how: str) -> None:
 def test_fine_tuning(ranks: int, pretrained: Path, tmp_path: Path) -> None:
     fine_tune(ranks, pretrained, tmp_path)
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (pretrained, tmp_path))
-    assert losses(after)[1] < 0.5 * losses(before)[1]
+    assert dialect_losses(after)[1] < 0.5 * dialect_losses(before)[1]
 
 
 @pytest.mark.world
@@ -57,8 +57,8 @@ def test_adapters_of_peft(ranks: int, pretrained: Path, tmp_path: Path) -> None:
     adapter = load_file(tmp_path / "adapter_model.safetensors")
     assert adapter and all("lora_" in name for name in adapter)
     base = AutoModelForCausalLM.from_pretrained(pretrained)
-    before = losses(base)
-    assert losses(PeftModel.from_pretrained(base, tmp_path))[1] < 0.7 * before[1]
+    before = dialect_losses(base)
+    assert dialect_losses(PeftModel.from_pretrained(base, tmp_path))[1] < 0.7 * before[1]
 
 
 @pytest.mark.world
@@ -75,12 +75,12 @@ def test_adapters_of_ones_own_are_merged_under_the_names_of_the_base(
 
     adapters.merge(pretrained, own, tmp_path / "merged")
     merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "merged", pretrained))
-    before = losses(base)
+    before = dialect_losses(base)
     adapters.adapt(base, 8)
     missing, unexpected = base.load_state_dict(trained, strict=False)
     assert not unexpected and not any(name.endswith(adapters.THIN) for name in missing)
-    assert losses(merged) == pytest.approx(losses(base), rel=1e-5)
-    assert losses(merged)[1] < 0.7 * before[1]
+    assert dialect_losses(merged) == pytest.approx(dialect_losses(base), rel=1e-5)
+    assert dialect_losses(merged)[1] < 0.7 * before[1]
     assert {file.name for file in pretrained.iterdir()} == {file.name for file in (tmp_path / "merged").iterdir()}
 
 

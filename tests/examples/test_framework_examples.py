@@ -18,7 +18,7 @@ for package in ("accelerate", "transformers", "lightning"):
     pytest.importorskip(package)
 
 
-class Example(NamedTuple):
+class FrameworkExample(NamedTuple):
     """The line that makes it npuzero's, and the one it was; options that go on from the first run."""
 
     ours: str
@@ -27,23 +27,23 @@ class Example(NamedTuple):
 
 
 EXAMPLES = {
-    "accelerate": Example(
+    "accelerate": FrameworkExample(
         "from npuzero.accelerate import ZeroAccelerator as Accelerator",
         "from accelerate import Accelerator",
         ("--epochs", "1"),
     ),
-    "trainer": Example(
+    "trainer": FrameworkExample(
         "from npuzero.transformers import ZeroTrainer as Trainer",
         "from transformers import Trainer",
         ("--steps", "16"),
     ),
-    "lightning": Example('STRATEGY = "npuzero"', 'STRATEGY = "ddp"', ("--epochs", "3")),
+    "lightning": FrameworkExample('STRATEGY = "npuzero"', 'STRATEGY = "ddp"', ("--epochs", "3")),
 }
 pytestmark = [pytest.mark.slow, pytest.mark.world]
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def script(name: str) -> Path:
+def example_script(name: str) -> Path:
     return ROOT / "examples" / name / "train.py"
 
 
@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder_of(name: str) -> Path:
         if name not in folders:
             folders[name] = tmp_path_factory.mktemp(name)
-            run_script(script(name), 2, folders[name], "--out", "out")
+            run_script(example_script(name), 2, folders[name], "--out", "out")
         return folders[name] / "out"
 
     return folder_of
@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @every_example
 def test_it_ends_with_the_weights_of_ddp(name: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    example, text = EXAMPLES[name], script(name).read_text("utf-8")
+    example, text = EXAMPLES[name], example_script(name).read_text("utf-8")
     line = re.search(rf"^{re.escape(example.ours)}  # it was: (.*)$", text, re.MULTILINE)
     assert line is not None and line[1] in example.theirs
     (tmp_path / "before.py").write_text(text.replace(line[0], example.theirs) + AT_ONCE)
@@ -79,7 +79,7 @@ def test_one_rank_goes_on_from_two_and_from_pretrained_loads_it(name: str, train
 
     folder = trained(name)
     before = load_file(folder / "model.safetensors")
-    run_script(script(name), 1, folder.parent, "--out", "out", "--resume", *EXAMPLES[name].longer)
+    run_script(example_script(name), 1, folder.parent, "--out", "out", "--resume", *EXAMPLES[name].longer)
     after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert max((after[key] - before[key]).abs().max() for key in before) > 1e-4
 
@@ -89,7 +89,7 @@ def test_accelerate_launch_starts_it(tmp_path: Path) -> None:
     how = ["--num_machines", "1", "--mixed_precision", "bf16", "--dynamo_backend", "no", "--main_process_port", "0"]
     program = tmp_path / "program.py"
     program.write_text(
-        script("accelerate").read_text("utf-8").replace("mixed_precision=options.precision", "")
+        example_script("accelerate").read_text("utf-8").replace("mixed_precision=options.precision", "")
         + 'print(f"rank {accelerator.process_index} computes in {accelerator.mixed_precision}\\n")\n'
     )
     ended = subprocess.run(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.pages import programs, run
+from examples.pages import find_page_programs, run_program_text
 
-PROGRAMS = programs("frameworks.md")
+PROGRAMS = find_page_programs("frameworks.md")
 NEEDS = ("accelerate", "transformers", "lightning")
 
 
@@ -21,5 +21,5 @@ def test_the_program_runs(framework: str, ranks: int, tmp_path: Path) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     program = next(text for text in PROGRAMS if f"npuzero.{framework}" in text)
-    assert run(program, ranks, tmp_path).count("loss") >= ranks
+    assert run_program_text(program, ranks, tmp_path).count("loss") >= ranks
     assert (tmp_path / "weights" / "model.safetensors").is_file()

@@ -11,7 +11,9 @@ from data import Corpus, held_out_batches, is_held_out, source_files, train_batc
 TEXT = torch.arange(10_001, dtype=torch.int64).remainder(251).to(torch.uint8)
 
 
-def rows(step: int, rank: int, ranks: int, batch: int, seed: int = 0, text: torch.Tensor = TEXT) -> list[bytes]:
+def train_batch_rows(
+    step: int, rank: int, ranks: int, batch: int, seed: int = 0, text: torch.Tensor = TEXT
+) -> list[bytes]:
     batch_ = train_batch(text, seed=seed, step=step, rank=rank, ranks=ranks, batch=batch, length=20)
     assert batch_.shape == (batch, 21)
     assert batch_.dtype is torch.uint8
@@ -19,16 +21,16 @@ def rows(step: int, rank: int, ranks: int, batch: int, seed: int = 0, text: torc
 
 
 def test_batches_depend_on_seed_step_and_rank_only() -> None:
-    assert rows(3, 1, 2, 4) == rows(3, 1, 2, 4)
-    assert rows(3, 1, 2, 4) != rows(3, 0, 2, 4)
-    assert rows(3, 1, 2, 4) != rows(4, 1, 2, 4)
-    assert rows(3, 1, 2, 4) != rows(3, 1, 2, 4, seed=1)
+    assert train_batch_rows(3, 1, 2, 4) == train_batch_rows(3, 1, 2, 4)
+    assert train_batch_rows(3, 1, 2, 4) != train_batch_rows(3, 0, 2, 4)
+    assert train_batch_rows(3, 1, 2, 4) != train_batch_rows(4, 1, 2, 4)
+    assert train_batch_rows(3, 1, 2, 4) != train_batch_rows(3, 1, 2, 4, seed=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
-    shared = [row for rank in range(ranks) for row in rows(5, rank, ranks, 8 // ranks)]
-    assert shared == rows(5, 0, 1, 8)
+    shared = [row for rank in range(ranks) for row in train_batch_rows(5, rank, ranks, 8 // ranks)]
+    assert shared == train_batch_rows(5, 0, 1, 8)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -47,7 +49,7 @@ def test_an_epoch_visits_every_window_once(ranks: int) -> None:
 
 def test_epochs_differ_in_order() -> None:
     steps = 500 // 10
-    assert rows(0, 0, 1, 10) != rows(steps, 0, 1, 10)
+    assert train_batch_rows(0, 0, 1, 10) != train_batch_rows(steps, 0, 1, 10)
 
 
 def test_whole_files_are_trained_on_or_held_out(tmp_path: Path) -> None:

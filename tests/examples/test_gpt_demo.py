@@ -13,7 +13,7 @@ from plot import HELD, draw, plot
 from npuzero.cli.palette import STYLE
 
 
-def result(*losses: float) -> dict[str, Any]:
+def demo_result(*losses: float) -> dict[str, Any]:
     held, sent = dict.fromkeys(HELD, 1_000_000), {"all_gather": 500_000, "reduce_scatter": 500_000}
     return {
         "options": {"precision": "fp32"},
@@ -29,19 +29,19 @@ def result(*losses: float) -> dict[str, Any]:
 
 
 def test_equal_stages_differ_by_nothing() -> None:
-    assert largest_difference({stage: result(3.0, 2.0) for stage in STAGES}) == 0
+    assert largest_difference({stage: demo_result(3.0, 2.0) for stage in STAGES}) == 0
 
 
 def test_the_least_difference_between_stages_is_seen() -> None:
-    results = {stage: result(3.0, 2.0) for stage in STAGES}
-    results["zero2"] = result(3.0, 2.0 + 2**-51)
+    results = {stage: demo_result(3.0, 2.0) for stage in STAGES}
+    results["zero2"] = demo_result(3.0, 2.0 + 2**-51)
     assert largest_difference(results) == 2**-51
 
 
 @pytest.mark.parametrize("main", ["zero3", "hsdp"])
 @pytest.mark.parametrize("steps", [1, 60])
 def test_the_picture_is_drawn(main: str, steps: int, tmp_path: Path) -> None:
-    results = {stage: result(*range(steps, 0, -1)) for stage in dict.fromkeys([*STAGES, main])}
+    results = {stage: demo_result(*range(steps, 0, -1)) for stage in dict.fromkeys([*STAGES, main])}
     summary = summarize(main, results, seconds=1.0)
     plot(summary, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -50,7 +50,7 @@ def test_the_picture_is_drawn(main: str, steps: int, tmp_path: Path) -> None:
 
 
 def test_the_picture_says_that_equal_losses_are_equal_and_who_holds_the_least() -> None:
-    results = {stage: result(3.0, 2.0) for stage in STAGES}
+    results = {stage: demo_result(3.0, 2.0) for stage in STAGES}
     results["zero3"]["bytes_held"] = {source: dict.fromkeys(HELD, 500_000) for source in ("measured", "predicted")}
     with matplotlib.rc_context(STYLE):
         figure = draw(summarize("zero3", results, seconds=1.0))

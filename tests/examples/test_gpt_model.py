@@ -17,12 +17,12 @@ def gpt() -> GPT:
     return GPT(TINY)
 
 
-def window(rows: int = 2, length: int = 17) -> torch.Tensor:
+def random_window(rows: int = 2, length: int = 17) -> torch.Tensor:
     return torch.randint(256, (rows, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
 def test_no_position_sees_a_later_byte(gpt: GPT) -> None:
-    tokens = window().long()
+    tokens = random_window().long()
     changed = tokens.clone()
     changed[:, 9:] = 255 - changed[:, 9:]
     before, after = gpt(tokens), gpt(changed)
@@ -38,7 +38,7 @@ def test_embedding_and_head_are_one_weight(gpt: GPT) -> None:
 
 
 def test_an_untrained_model_guesses_evenly(gpt: GPT) -> None:
-    assert next_byte_loss(gpt, window(8, 65)).item() == pytest.approx(math.log(256), abs=0.8)
+    assert next_byte_loss(gpt, random_window(8, 65)).item() == pytest.approx(math.log(256), abs=0.8)
 
 
 def test_rotary_angles_depend_on_the_distance_only() -> None:
@@ -51,7 +51,7 @@ def test_rotary_angles_depend_on_the_distance_only() -> None:
 
 
 def test_computes_in_bfloat16(gpt: GPT) -> None:
-    logits = gpt.bfloat16()(window().long())
+    logits = gpt.bfloat16()(random_window().long())
     assert logits.dtype is torch.float32
     assert logits.isfinite().all()
 

@@ -29,7 +29,7 @@ def test_memory_is_of_a_process_and_of_those_that_it_starts() -> None:
     assert offload.memory_of(process.pid) == 0
 
 
-def watched(*losses: float, peak: int = 900) -> offload.Watched:
+def watched_result(*losses: float, peak: int = 900) -> offload.Watched:
     result: dict[str, Any] = {
         "options": {"precision": "fp32"},
         "parameters": 1000,
@@ -42,7 +42,9 @@ def watched(*losses: float, peak: int = 900) -> offload.Watched:
 
 
 def test_the_picture_says_what_is_where_and_that_losses_are_equal() -> None:
-    summary = offload.summarize({"resident": watched(3.0, 2.0), "nvme": watched(3.0, 2.0, peak=500)}, 600_000_000)
+    summary = offload.summarize(
+        {"resident": watched_result(3.0, 2.0), "nvme": watched_result(3.0, 2.0, peak=500)}, 600_000_000
+    )
     assert summary["difference"] == 0 and summary["states_bytes"] == 400_000_000
     with matplotlib.rc_context(STYLE):
         figure = draw_offload(summary)
@@ -53,7 +55,7 @@ def test_the_picture_says_what_is_where_and_that_losses_are_equal() -> None:
 
 
 def test_the_least_difference_is_seen() -> None:
-    runs = {"resident": watched(3.0, 2.0), "nvme": watched(3.0, 2.0 + 2**-51)}
+    runs = {"resident": watched_result(3.0, 2.0), "nvme": watched_result(3.0, 2.0 + 2**-51)}
     assert offload.summarize(runs, 1)["difference"] == 2**-51
 
 

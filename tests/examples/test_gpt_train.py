@@ -23,7 +23,7 @@ TINY = ["--steps", "3", "--batch", "2", "--seq", "32", "--dim", "32", "--layers"
 PARTS = {"parameters", "gradients", "states", "buffers"}
 
 
-def launch(command: list[str], timeout_s: float = 120) -> str:
+def run_process_group(command: list[str], timeout_s: float = 120) -> str:
     """Run ``command`` and return what it printed; it and all its children are gone afterwards, whatever happens."""
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -43,9 +43,9 @@ def launch(command: list[str], timeout_s: float = 120) -> str:
     return output
 
 
-def train(out: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
+def run_gpt_training(out: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launch([*torchrun, str(GPT_FOLDER / "train.py"), *TINY, "--out", str(out), *arguments])
+    run_process_group([*torchrun, str(GPT_FOLDER / "train.py"), *TINY, "--out", str(out), *arguments])
     return json.loads((out / "result.json").read_text())
 
 
@@ -64,7 +64,7 @@ def check_complete(result: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.world
 def test_stages_train_alike_to_the_bit(tmp_path: Path) -> None:
-    results = [train(tmp_path / preset, "--preset", preset) for preset in ("zero1", "zero3")]
+    results = [run_gpt_training(tmp_path / preset, "--preset", preset) for preset in ("zero1", "zero3")]
     for result in results:
         check_complete(result)
         assert result["ranks"] == 2
@@ -80,28 +80,28 @@ def test_stages_train_alike_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.world
 def test_trains_in_bfloat16_in_two_levels(tmp_path: Path) -> None:
-    result = train(tmp_path, "--preset", "hsdp", "--local-size", "2", "--precision", "bf16", ranks=4)
+    result = run_gpt_training(tmp_path, "--preset", "hsdp", "--local-size", "2", "--precision", "bf16", ranks=4)
     check_complete(result)
     assert result["ranks"] == 4
 
 
 def test_trains_as_a_plain_process(tmp_path: Path) -> None:
-    output = launch([str(GPT_FOLDER / "train.py"), *TINY, "--out", str(tmp_path)])
+    output = run_process_group([str(GPT_FOLDER / "train.py"), *TINY, "--out", str(tmp_path)])
     check_complete(json.loads((tmp_path / "result.json").read_text()))
     assert "tokens/s" in output
 
 
-def steps_of(out: Path) -> list[dict[str, Any]]:
+def read_gpt_steps(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
 
 
 def test_a_finished_run_that_is_resumed_ends_at_once(tmp_path: Path) -> None:
     how = [*TINY, "--out", str(tmp_path), "--checkpoint-every", "3", "--checkpoint-dir", str(tmp_path / "saves")]
-    launch([str(GPT_FOLDER / "train.py"), *how])
-    before = (tmp_path / "result.json").read_text(), steps_of(tmp_path)
-    output = launch([str(GPT_FOLDER / "train.py"), *how, "--resume"])
+    run_process_group([str(GPT_FOLDER / "train.py"), *how])
+    before = (tmp_path / "result.json").read_text(), read_gpt_steps(tmp_path)
+    output = run_process_group([str(GPT_FOLDER / "train.py"), *how, "--resume"])
     assert f"The run in {tmp_path / 'saves'} is finished" in output
-    assert ((tmp_path / "result.json").read_text(), steps_of(tmp_path)) == before
+    assert ((tmp_path / "result.json").read_text(), read_gpt_steps(tmp_path)) == before
 
 
 @pytest.mark.world
@@ -110,15 +110,15 @@ def test_a_resumed_run_is_that_which_was_not_stopped_to_the_bit(tmp_path: Path) 
     """Of five steps of two micro-batches each, the resumed run takes the last three."""
     how = ["--preset", "zero3", "--steps", "5", "--accumulate", "2", "--checkpoint-every", "2", "--sample", "0"]
     folder = tmp_path / "checkpoints"
-    whole = train(tmp_path / "whole", *how, "--checkpoint-dir", str(folder))
+    whole = run_gpt_training(tmp_path / "whole", *how, "--checkpoint-dir", str(folder))
     saved = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
     assert len(saved) == 2
     shutil.rmtree(saved[1])  # as if the run had been stopped before
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    resumed = train(tmp_path / "resumed", *how, "--checkpoint-dir", str(folder), "--resume")
+    resumed = run_gpt_training(tmp_path / "resumed", *how, "--checkpoint-dir", str(folder), "--resume")
     assert resumed["losses"] == whole["losses"] and resumed["held_out_loss"] == whole["held_out_loss"]
-    lines = steps_of(tmp_path / "resumed")
-    assert lines == steps_of(tmp_path / "whole")
+    lines = read_gpt_steps(tmp_path / "resumed")
+    assert lines == read_gpt_steps(tmp_path / "whole")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert all(line.keys() == {"step", "loss", "norm", "skipped"} and not line["skipped"] for line in lines)
     weights = [load_file(tmp_path / out / "model.safetensors") for out in ("whole", "resumed")]
@@ -137,8 +137,8 @@ def test_a_resumed_run_is_that_which_was_not_stopped_to_the_bit(tmp_path: Path) 
 def test_every_precision(precision: str, tmp_path: Path) -> None:
     """float16 begins with a scale that is too large: some steps are skipped, and said to be."""
     more = ["--precision", precision, "--steps", "20", "--lr", "1e-2"]
-    launch([str(GPT_FOLDER / "train.py"), *TINY, *more, "--out", str(tmp_path)])
-    lines = steps_of(tmp_path)
+    run_process_group([str(GPT_FOLDER / "train.py"), *TINY, *more, "--out", str(tmp_path)])
+    lines = read_gpt_steps(tmp_path)
     assert len(lines) == 20 and all(math.isfinite(line["loss"]) for line in lines)
     assert any(line["skipped"] for line in lines) == (precision == "fp16")
     assert all((line["norm"] is None) == line["skipped"] for line in lines)
@@ -181,7 +181,7 @@ def test_exported_weights_are_those_of_the_state(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.world
 def test_the_demo_leaves_summary_picture_and_weights(tmp_path: Path) -> None:
-    output = launch([str(GPT_FOLDER / "demo.py"), "--out", str(tmp_path), *TINY], timeout_s=400)
+    output = run_process_group([str(GPT_FOLDER / "demo.py"), "--out", str(tmp_path), *TINY], timeout_s=400)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["stages"]) == ["zero0", "zero1", "zero2", "zero3"]
     assert summary["largest_difference_between_stages"] == 0
@@ -194,4 +194,4 @@ def test_the_demo_leaves_summary_picture_and_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failing_run_fails_the_demo(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)dim 33 must be.*ended with exit code 1"):
-        launch([str(GPT_FOLDER / "demo.py"), "--out", str(tmp_path), "--dim", "33"])
+        run_process_group([str(GPT_FOLDER / "demo.py"), "--out", str(tmp_path), "--dim", "33"])

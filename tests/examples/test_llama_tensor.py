@@ -13,7 +13,7 @@ from examples.pages import ROOT, run_script
 SCRIPT = ROOT / "examples" / "llama_tensor" / "train.py"
 
 
-def losses(ranks: int, folder: Path, *arguments: str) -> tuple[float, float]:
+def first_last_losses(ranks: int, folder: Path, *arguments: str) -> tuple[float, float]:
     printed = run_script(SCRIPT, ranks, folder, *arguments)
     found = re.search(r"loss ([\d.]+) -> ([\d.]+)", printed)
     assert found is not None, printed
@@ -23,8 +23,8 @@ def losses(ranks: int, folder: Path, *arguments: str) -> tuple[float, float]:
 @pytest.mark.world
 @pytest.mark.slow
 def test_it_learns_on_four_ranks_and_on_one(tmp_path: Path) -> None:
-    first, last = losses(4, tmp_path, "--out", "weights.safetensors")
+    first, last = first_last_losses(4, tmp_path, "--out", "weights.safetensors")
     assert last < 0.6 * first
     assert load_file(tmp_path / "weights.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape == (64, 64)
-    first, last = losses(1, tmp_path, "--tensor", "1")
+    first, last = first_last_losses(1, tmp_path, "--tensor", "1")
     assert last < 0.6 * first

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 SCRIPT = ROOT / "examples" / "long_sequence" / "train.py"
 
 
-def losses(ranks: int, folder: Path, *how: str) -> list[float]:
+def long_sequence_losses(ranks: int, folder: Path, *how: str) -> list[float]:
     folder.mkdir()
     printed = run_script(SCRIPT, ranks, folder, "--length", "64", "--steps", "40", *how)
     found = json.loads((folder / "runs/long_sequence/result.json").read_text())
@@ -25,13 +25,15 @@ def losses(ranks: int, folder: Path, *how: str) -> list[float]:
 @pytest.mark.world
 @pytest.mark.slow
 def test_ranks_that_share_a_sequence_have_the_losses_of_one(tmp_path: Path) -> None:
-    alone = losses(1, tmp_path / "1")
+    alone = long_sequence_losses(1, tmp_path / "1")
     assert alone[-1] < 0.5 * alone[0]
-    assert losses(2, tmp_path / "2") == pytest.approx(alone, rel=1e-2)
-    assert losses(4, tmp_path / "4", "--sequence", "4", "--weights", "2") == pytest.approx(alone, rel=1e-2)
+    assert long_sequence_losses(2, tmp_path / "2") == pytest.approx(alone, rel=1e-2)
+    assert long_sequence_losses(4, tmp_path / "4", "--sequence", "4", "--weights", "2") == pytest.approx(
+        alone, rel=1e-2
+    )
 
 
 @pytest.mark.world
 def test_it_learns(tmp_path: Path) -> None:
-    found = losses(1, tmp_path / "1")
+    found = long_sequence_losses(1, tmp_path / "1")
     assert found[-1] < 0.7 * found[0]

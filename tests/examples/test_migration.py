@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 import documents
 from documents import ROOT
-from examples.pages import AT_ONCE, run
+from examples.pages import AT_ONCE, run_program_text
 
 PAGE = "docs/migration.md"
 TEXT = (ROOT / PAGE).read_text("utf-8")
 PAIRS = dict(re.findall(r"^## ([^\n]+)\n\n(<table>.*?</table>)", TEXT, re.DOTALL | re.MULTILINE))
-SETUP = documents.blocks(PAGE)[0].code
+SETUP = documents.find_page_blocks(PAGE)[0].code
 #: What the left programs leave, as float32: a package, how to ask for their weights, and what makes both sides float32.
 LEFT = {
     "DeepSpeed": (
@@ -36,7 +36,7 @@ LEFT = {
 SAVE = "if RANK == 0:\n    __import__('safetensors.torch').torch.save_file(weights, 'left.safetensors')\n"
 
 
-def sides(pair: str) -> list[str]:
+def pair_programs(pair: str) -> list[str]:
     """Left and right program of a pair."""
     return re.findall(r"^```(?:python|sh)\n(.*?)^```", PAIRS[pair], re.DOTALL | re.MULTILINE)
 
@@ -47,7 +47,7 @@ def test_there_is_a_pair_for_each() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_side_has_twelve_lines_and_npuzero_is_the_right_one(pair: str) -> None:
-    left, right = sides(pair)
+    left, right = pair_programs(pair)
     assert all(len([line for line in side.splitlines() if line]) <= 12 for side in (left, right))
     assert "npuzero." in right and "npuzero" not in left
 
@@ -64,13 +64,13 @@ def test_both_sides_end_with_the_same_weights(
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as `accelerate launch --cpu`: else CPU ranks do not meet
-    left, right = sides(pair)
+    left, right = pair_programs(pair)
     rounds = bool(changes) and precision == "as shown"  # in bfloat16, where Adam makes a step of a gradient's last bit
     if precision == "float32":
         for shown, changed in changes.items():
             left, right = left.replace(shown, changed), right.replace(shown, changed)
-    run(f"{SETUP}\n{left}\n{asked}\n{SAVE}{AT_ONCE}", 2, tmp_path)
-    run(f"{SETUP}\nimport npuzero\n{right}\nnpuzero.export(model, 'right', dtype='fp32')\n", 2, tmp_path)
+    run_program_text(f"{SETUP}\n{left}\n{asked}\n{SAVE}{AT_ONCE}", 2, tmp_path)
+    run_program_text(f"{SETUP}\nimport npuzero\n{right}\nnpuzero.export(model, 'right', dtype='fp32')\n", 2, tmp_path)
     theirs, ours = load_file(tmp_path / "left.safetensors"), load_file(tmp_path / "right" / "model.safetensors")
     first = _first_weights()
     assert theirs.keys() == ours.keys() == first.keys()

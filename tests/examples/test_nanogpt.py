@@ -13,7 +13,7 @@ from examples.pages import ROOT, run_script
 FOLDER = ROOT / "examples" / "nanogpt"
 
 
-def printed(script: str, ranks: int, folder: Path, *arguments: str) -> dict[str, float]:
+def parse_printed_values(script: str, ranks: int, folder: Path, *arguments: str) -> dict[str, float]:
     """What rank 0 prints, by step and name."""
     folder.mkdir(exist_ok=True)
     text = run_script(FOLDER / script, ranks, folder, "--out", str(folder), "--eval-every", "2", *arguments)
@@ -37,10 +37,12 @@ def test_few_lines_are_changed() -> None:
 @pytest.mark.slow
 @pytest.mark.world
 def test_both_train_alike_and_go_on(tmp_path: Path) -> None:
-    before = printed("before.py", 1, tmp_path / "before", "--steps", "4")
+    before = parse_printed_values("before.py", 1, tmp_path / "before", "--steps", "4")
     assert len(before) == 9 and min(before[f"{step} loss"] for step in (1, 2, 3)) < before["0 loss"]
-    assert printed("train.py", 1, tmp_path / "one", "--steps", "4") == pytest.approx(before, rel=1e-5)
-    assert printed("train.py", 2, tmp_path / "two", "--steps", "4") == pytest.approx(before, rel=1e-5)
-    resumed = printed("train.py", 1, tmp_path / "two", "--steps", "4", "--resume")  # from step 2, saved by two ranks
+    assert parse_printed_values("train.py", 1, tmp_path / "one", "--steps", "4") == pytest.approx(before, rel=1e-5)
+    assert parse_printed_values("train.py", 2, tmp_path / "two", "--steps", "4") == pytest.approx(before, rel=1e-5)
+    resumed = parse_printed_values(
+        "train.py", 1, tmp_path / "two", "--steps", "4", "--resume"
+    )  # from step 2, saved by two ranks
     expected = {key: value for key, value in before.items() if key[0] in "23" and "held" not in key}
     assert resumed == pytest.approx(expected, rel=1e-5)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import ops
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 
 #: The rank that fails; neither the first nor the last.
 CULPRIT = 1
 
 
-def loss_of(model: nn.Module, rank: int) -> Tensor:
+def dead_rank_loss(model: nn.Module, rank: int) -> Tensor:
     return model(torch.arange(rank, rank + 12)[None]).square().mean()
 
 
@@ -28,13 +28,13 @@ def kill_me() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(world: World, stage: str, steps: int, at: Callable[[str, int, Any], object]) -> None:
+def train_with_fault(world: World, stage: str, steps: int, at: Callable[[str, int, Any], object]) -> None:
     """Trains; calls ``at(place, step, model)`` before each part of a step."""
-    model = npuzero.zero(build(), plan=stage, world=world)
+    model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         at("forward", step, model)
-        loss = loss_of(model, world.rank)
+        loss = dead_rank_loss(model, world.rank)
         at("backward", step, model)
         loss.backward()
         at("step", step, model)
@@ -43,7 +43,7 @@ def train(world: World, stage: str, steps: int, at: Callable[[str, int, Any], ob
         at("between", step, model)
 
 
-def killed(world: World, stage: str, where: str) -> None:
+def killed_in_step(world: World, stage: str, where: str) -> None:
     """The culprit is killed inside forward, inside backward, inside the optimizer's update, or between steps."""
 
     def at(place: str, step: int, model: Any) -> None:
@@ -54,26 +54,26 @@ def killed(world: World, stage: str, where: str) -> None:
         elif where == "backward":
             model.blocks[1].register_full_backward_hook(lambda *_: kill_me())
         elif where == "step":
-            ops.Line.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
+            ops.AdamLine.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
         else:
             kill_me()
 
-    train(world, stage, 4, at)
+    train_with_fault(world, stage, 4, at)
 
 
-def raises(world: World, stage: str) -> None:
+def raises_in_forward(world: World, stage: str) -> None:
     """The culprit's forward raises; its process then ends."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank == CULPRIT and step == 1 and place == "forward":
             raise ZeroDivisionError("a fault of the user's own")
 
-    train(world, stage, 4, at)
+    train_with_fault(world, stage, 4, at)
 
 
 def fewer_steps(world: World, stage: str) -> None:
     """The culprit leaves after two steps of four."""
-    train(world, stage, 2 if world.rank == CULPRIT else 4, lambda *_: None)
+    train_with_fault(world, stage, 2 if world.rank == CULPRIT else 4, lambda *_: None)
 
 
 def never_comes(world: World, stage: str, where: str) -> None:
@@ -83,17 +83,17 @@ def never_comes(world: World, stage: str, where: str) -> None:
         if world.rank == CULPRIT and step == 1 and place == where:
             time.sleep(2 * world.timeout_s)
 
-    train(world, stage, 4, at)
+    train_with_fault(world, stage, 4, at)
 
 
 def skips_block(world: World, stage: str) -> None:
     """The culprit leaves a block out of forward."""
-    model = npuzero.zero(build(), plan=stage, world=world)
+    model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     if world.rank == CULPRIT:
         model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
     for _ in range(3):
-        loss_of(model, world.rank).backward()
+        dead_rank_loss(model, world.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -106,7 +106,7 @@ def evaluates_alone(world: World, stage: str) -> None:
             with torch.no_grad():
                 model(torch.zeros(1, 12, dtype=torch.int64))
 
-    train(world, stage, 4, at)
+    train_with_fault(world, stage, 4, at)
 
 
 def saves_alone(world: World, stage: str) -> None:
@@ -116,15 +116,15 @@ def saves_alone(world: World, stage: str) -> None:
         if world.rank == 0 and step == 1 and place == "between":
             npuzero.full_state_dict(model)
 
-    train(world, stage, 4, at)
+    train_with_fault(world, stage, 4, at)
 
 
 def skips_step(world: World, stage: str) -> None:
     """The culprit leaves one optimizer step out."""
-    model = npuzero.zero(build(), plan=stage, world=world)
+    model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
-        loss_of(model, world.rank).backward()
+        dead_rank_loss(model, world.rank).backward()
         if not (world.rank == CULPRIT and step == 1):
             optimizer.step()
         optimizer.zero_grad()
@@ -132,10 +132,10 @@ def skips_step(world: World, stage: str) -> None:
 
 def skips_backward(world: World, stage: str) -> None:
     """The culprit leaves one backward pass out, as for a loss that is nan."""
-    model = npuzero.zero(build(), plan=stage, world=world)
+    model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
-        loss = loss_of(model, world.rank)
+        loss = dead_rank_loss(model, world.rank)
         if not (world.rank == CULPRIT and step == 1):
             loss.backward()
         optimizer.step()
@@ -145,10 +145,10 @@ def skips_backward(world: World, stage: str) -> None:
 def dies_before_zero(world: World, stage: str) -> None:
     if world.rank == CULPRIT:
         kill_me()
-    train(world, stage, 1, lambda *_: None)
+    train_with_fault(world, stage, 1, lambda *_: None)
 
 
 def dies_in_zero(world: World, stage: str) -> None:
     if world.rank == CULPRIT:
         world.exchange = lambda *_: kill_me()  # type: ignore[assignment,method-assign]
-    train(world, stage, 1, lambda *_: None)
+    train_with_fault(world, stage, 1, lambda *_: None)

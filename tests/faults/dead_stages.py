@@ -9,7 +9,7 @@ from torch import nn
 
 import npuzero
 from npuzero import ops
-from npuzero.comm import Counted, World
+from npuzero.comm import CountingCommunicator, World
 from npuzero.plan import DATA
 
 from .dead_ranks import CULPRIT, kill_me
@@ -18,7 +18,7 @@ from .dead_ranks import CULPRIT, kill_me
 STAGES = 2
 
 
-class Block(nn.Module):
+class TanhResidualBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -28,7 +28,7 @@ class Block(nn.Module):
         return y
 
 
-def dies(where: str, pipe: Any) -> None:
+def kill_in_phase(where: str, pipe: Any) -> None:
     """Have this process killed inside a forward, a backward, R3 or the update of what comes."""
     block = list(pipe.children())[1]  # its input needs a gradient
     if where == "forward":
@@ -36,12 +36,12 @@ def dies(where: str, pipe: Any) -> None:
     elif where == "backward":
         block.register_full_backward_hook(lambda *_: kill_me())
     elif where == "R3":
-        Counted.all_reduce = _killed_in("reduce", Counted.all_reduce)  # type: ignore[method-assign]
+        CountingCommunicator.all_reduce = _kill_in_collective("reduce", CountingCommunicator.all_reduce)  # type: ignore[method-assign]
     else:
-        ops.Line.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
+        ops.AdamLine.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
 
 
-def _killed_in(word: str, plain: Any) -> Any:
+def _kill_in_collective(word: str, plain: Any) -> Any:
     def call(group: Any, buffer: torch.Tensor, *, tag: str = "") -> Any:
         if tag.startswith(word):
             kill_me()
@@ -50,18 +50,18 @@ def _killed_in(word: str, plain: Any) -> Any:
     return call
 
 
-def killed(world: World, plan: str, where: str, schedule: str) -> None:
+def killed_stage(world: World, plan: str, where: str, schedule: str) -> None:
     """The culprit dies in the second step."""
     mesh = npuzero.mesh(world=world, pipe=STAGES)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = nn.Sequential(*(TanhResidualBlock() for _ in range(4)))
     chunks = 2 if schedule == "interleaved" else 1
     options = {"schedule": schedule, "micro_batches": 4, "chunks": chunks}
     pipe = npuzero.pipeline(model, mesh, plan=plan, loss_fn=nn.functional.mse_loss, **options)
     optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
     for step in range(4):
         if step == 1 and world.rank == CULPRIT:
-            dies(where, pipe)
+            kill_in_phase(where, pipe)
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + mesh.index(DATA)))
         pipe.step(x, target=x)
         optimizer.step()

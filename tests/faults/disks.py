@@ -7,10 +7,10 @@ import resource
 from pathlib import Path
 
 import npuzero
-from faults.dead_ranks import CULPRIT, loss_of
+from faults.dead_ranks import CULPRIT, dead_rank_loss
 from npuzero import Memory, Placement, Plan, Settings, _native
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 
 Call = _native.io.Call
 
@@ -32,7 +32,7 @@ READABLE = Plan(
 )
 
 
-def strike(name: str, after: int = 0) -> None:
+def inject_disk_fault(name: str, after: int = 0) -> None:
     """The fault ``name`` befalls the call after the next ``after`` of its kind."""
     call, how = FAULTS[name]
     _native.io.inject(call, after=after, **how)
@@ -42,19 +42,19 @@ def settings_in(folder: Path, **further: object) -> Settings:
     return Settings(nvme_paths=(str(folder),), chunk_bytes=3000, **further)
 
 
-def fails(world: World, stage: str, folder: Path, fault: str) -> None:
+def disk_fails(world: World, stage: str, folder: Path, fault: str) -> None:
     """The culprit's disk fails in the update of the second step."""
-    model = npuzero.zero(build(), stage, world=world, offload="nvme", settings=settings_in(folder))
+    model = npuzero.zero(build_seeded_model(), stage, world=world, offload="nvme", settings=settings_in(folder))
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
-        loss_of(model, world.rank).backward()
+        dead_rank_loss(model, world.rank).backward()
         if world.rank == CULPRIT and step == 1:
-            strike(fault, after=2)
+            inject_disk_fault(fault, after=2)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def is_full(world: World, stage: str, folder: Path, where: str) -> None:
+def disk_is_full(world: World, stage: str, folder: Path, where: str) -> None:
     """The culprit may make no file: the system says so, as it does of a full disk, to zero() or to the first step."""
 
     def fill_up(place: str) -> None:
@@ -63,9 +63,9 @@ def is_full(world: World, stage: str, folder: Path, where: str) -> None:
 
     fill_up("zero")
     options = {"offload": "nvme", "precision": "bf16", "settings": settings_in(folder)}
-    model = npuzero.zero(build(), stage, world=world, **options)
+    model = npuzero.zero(build_seeded_model(), stage, world=world, **options)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
-    loss_of(model, world.rank).backward()
+    dead_rank_loss(model, world.rank).backward()
     fill_up("step")
     optimizer.step()
-    loss_of(model, world.rank).backward()
+    dead_rank_loss(model, world.rank).backward()

@@ -18,22 +18,22 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import checkpoint
 from npuzero.comm import World
-from world.toy import build, loss_of, tokens_of
+from world.toy import build_seeded_model, toy_loss, toy_tokens
 
 #: The rank that goes another way, where it is not rank 0.
 CULPRIT = 1
 
 
-class Run:
+class DivergingRun:
     """A model in training on this rank, as the loops below write it."""
 
     def __init__(self, world: World, plan: str) -> None:
         self.world = world
-        self.model = npuzero.zero(build(), plan=plan, world=world)
+        self.model = npuzero.zero(build_seeded_model(), plan=plan, world=world)
         self.optimizer = npuzero.AdamW(self.model.parameters(), lr=1e-3)
 
     def backward(self, step: int, micro_batch: int = 0) -> None:
-        loss_of(self.model, tokens_of(step, micro_batch, self.world.rank)).backward()
+        toy_loss(self.model, toy_tokens(step, micro_batch, self.world.rank)).backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -46,15 +46,15 @@ class Run:
 
 
 @cache
-def _folder() -> Path:
+def _shared_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="npuzero-test-"))
 
 
-def only_rank_0(what: Callable[[Run], object]) -> Callable[[World, str], None]:
+def only_rank_0(what: Callable[[DivergingRun], object]) -> Callable[[World, str], None]:
     """Two steps, then ``what`` on rank 0 alone, then two steps."""
 
     def fault(world: World, plan: str) -> None:
-        run = Run(world, plan)
+        run = DivergingRun(world, plan)
         run.steps(0, 2)
         if world.rank == 0:
             what(run)
@@ -63,57 +63,57 @@ def only_rank_0(what: Callable[[Run], object]) -> Callable[[World, str], None]:
     return fault
 
 
-def _save(run: Run) -> None:
-    checkpoint.save(_folder() / "run", run.model, run.optimizer, step=2)
+def _save_checkpoint(run: DivergingRun) -> None:
+    checkpoint.save(_shared_folder() / "run", run.model, run.optimizer, step=2)
 
 
-def _save_beside(run: Run) -> None:
-    checkpoint.save(_folder() / "run", run.model, run.optimizer, step=2, asynchronous=True).wait()
+def _save_beside(run: DivergingRun) -> None:
+    checkpoint.save(_shared_folder() / "run", run.model, run.optimizer, step=2, asynchronous=True).wait()
 
 
-def _load(run: Run) -> None:
-    checkpoint.load(_folder() / "run", run.model, run.optimizer)
+def _load_checkpoint(run: DivergingRun) -> None:
+    checkpoint.load(_shared_folder() / "run", run.model, run.optimizer)
 
 
-def _export(run: Run) -> None:
-    npuzero.export(run.model, _folder() / "weights")
+def _export_weights(run: DivergingRun) -> None:
+    npuzero.export(run.model, _shared_folder() / "weights")
 
 
-def _evaluate(run: Run) -> None:
+def _evaluate(run: DivergingRun) -> None:
     with torch.no_grad():
-        run.model(tokens_of(0, 0, 0)[:, :-1])
+        run.model(toy_tokens(0, 0, 0)[:, :-1])
 
 
-def _look_at(run: Run) -> None:
+def _gather_parameters(run: DivergingRun) -> None:
     with npuzero.gathered(run.model):
         sum(float(parameter.detach().sum()) for parameter in run.model.parameters())
 
 
-def _load_states(run: Run) -> None:
-    npuzero.load_full_state_dict(run.model, build().state_dict())
+def _load_full_state(run: DivergingRun) -> None:
+    npuzero.load_full_state_dict(run.model, build_seeded_model().state_dict())
 
 
-def _state_dict(run: Run) -> None:
+def _state_dict(run: DivergingRun) -> None:
     npuzero.full_state_dict(run.model)
 
 
-def _optimizer_state(run: Run) -> None:
+def _optimizer_state(run: DivergingRun) -> None:
     run.optimizer.state_dict()
 
 
-def _barrier(run: Run) -> None:
+def _barrier(run: DivergingRun) -> None:
     run.world.communicator(range(run.world.size), "mine").barrier()
 
 
-def _second_model(run: Run) -> None:
-    npuzero.zero(build(), plan="zero3", world=run.world)
+def _second_model(run: DivergingRun) -> None:
+    npuzero.zero(build_seeded_model(), plan="zero3", world=run.world)
 
 
-def only_the_culprit(what: Callable[[Run], object]) -> Callable[[World, str], None]:
+def only_the_culprit(what: Callable[[DivergingRun], object]) -> Callable[[World, str], None]:
     """``what`` on the culprit alone, between backward and the step."""
 
     def fault(world: World, plan: str) -> None:
-        run = Run(world, plan)
+        run = DivergingRun(world, plan)
         for step in range(3):
             run.backward(step)
             if world.rank == CULPRIT:
@@ -123,13 +123,13 @@ def only_the_culprit(what: Callable[[Run], object]) -> Callable[[World, str], No
     return fault
 
 
-def _gradient(run: Run) -> None:
+def _read_full_gradient(run: DivergingRun) -> None:
     npuzero.full_gradient(run.model.norm.weight)  # type: ignore[union-attr, arg-type]
 
 
 def skips_a_step(world: World, plan: str) -> None:
     """As for a loss that is nan on one rank."""
-    run = Run(world, plan)
+    run = DivergingRun(world, plan)
     for step in range(4):
         run.backward(step)
         if world.rank == CULPRIT and step == 1:
@@ -140,7 +140,7 @@ def skips_a_step(world: World, plan: str) -> None:
 
 def uneven_micro_batches(world: World, plan: str) -> None:
     """The culprit's data loader has one micro-batch less."""
-    run = Run(world, plan)
+    run = DivergingRun(world, plan)
     for step in range(3):
         micro_batches = 3 if world.rank == CULPRIT else 4
         for micro_batch in range(micro_batches):
@@ -152,7 +152,7 @@ def uneven_micro_batches(world: World, plan: str) -> None:
 
 def goes_on_after_an_exception(world: World, plan: str) -> None:
     """A batch that the culprit cannot read: it takes the next."""
-    run = Run(world, plan)
+    run = DivergingRun(world, plan)
     for step in range(4):
         try:
             if world.rank == CULPRIT and step == 1:
@@ -165,7 +165,7 @@ def goes_on_after_an_exception(world: World, plan: str) -> None:
 
 def goes_on_after_an_exception_in_forward(world: World, plan: str) -> None:
     """One micro-batch that does not fit in the culprit's memory."""
-    run = Run(world, plan)
+    run = DivergingRun(world, plan)
 
     def fails(module: nn.Module, inputs: Any) -> None:
         if fails_now:
@@ -183,7 +183,7 @@ def goes_on_after_an_exception_in_forward(world: World, plan: str) -> None:
 def cuts_alone(world: World, plan: str) -> None:
     """Only rank 0 cuts its model; the others go on to something of their own."""
     if world.rank == 0:
-        Run(world, plan)
+        DivergingRun(world, plan)
     world.communicator(range(world.size), "mine").barrier()
 
 
@@ -202,7 +202,7 @@ def other_order_of_units(world: World, plan: str) -> None:
                 x = block(x)
             return x
 
-    model = npuzero.zero(build(make=Mixed), plan=plan, world=world)
+    model = npuzero.zero(build_seeded_model(make=Mixed), plan=plan, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
@@ -210,13 +210,13 @@ def other_order_of_units(world: World, plan: str) -> None:
         optimizer.zero_grad()
 
 
-def leaves(world: World, plan: str) -> None:
+def ends_early(world: World, plan: str) -> None:
     """The culprit's data ends first."""
-    Run(world, plan).steps(0, 2 if world.rank == CULPRIT else 4)
+    DivergingRun(world, plan).steps(0, 2 if world.rank == CULPRIT else 4)
 
 
 def other_presets(world: World, plan: str) -> None:
-    run = Run(world, "zero2" if world.rank == CULPRIT else plan)
+    run = DivergingRun(world, "zero2" if world.rank == CULPRIT else plan)
     run.steps(0, 2)
 
 
@@ -243,31 +243,31 @@ def run_case(world: World, case: str, plan: str) -> None:
 
 
 CASES: dict[str, Callable[[World, str], None]] = {
-    "save on rank 0 only": only_rank_0(_save),
+    "save on rank 0 only": only_rank_0(_save_checkpoint),
     "asynchronous save on rank 0 only": only_rank_0(_save_beside),
-    "load on rank 0 only": only_rank_0(_load),
-    "export on rank 0 only": only_rank_0(_export),
+    "load on rank 0 only": only_rank_0(_load_checkpoint),
+    "export on rank 0 only": only_rank_0(_export_weights),
     "evaluation on rank 0 only": only_rank_0(_evaluate),
-    "gathered() on rank 0 only": only_rank_0(_look_at),
+    "gathered() on rank 0 only": only_rank_0(_gather_parameters),
     "full_state_dict on rank 0 only": only_rank_0(_state_dict),
     "optimizer.state_dict on rank 0 only": only_rank_0(_optimizer_state),
     "world.mean on rank 0 only": only_rank_0(lambda run: run.world.mean(1.0)),
     "barrier on rank 0 only": only_rank_0(_barrier),
     "zero() of a second model on rank 0 only": only_rank_0(_second_model),
     "zero() on rank 0 only": cuts_alone,
-    "load_full_state_dict on rank 0 only": only_rank_0(_load_states),
+    "load_full_state_dict on rank 0 only": only_rank_0(_load_full_state),
     "clipping on one rank": only_the_culprit(lambda run: npuzero.clip_grad_norm_(run.model, 1.0)),
     "clipping by value on one rank": only_the_culprit(lambda run: npuzero.clip_grad_value_(run.model, 1.0)),
     "skip_nonfinite_ on one rank": only_the_culprit(lambda run: npuzero.skip_nonfinite_(run.model)),
     "grad_norms on one rank": only_the_culprit(lambda run: npuzero.grad_norms(run.model)),
-    "full_gradient on one rank": only_the_culprit(_gradient),
+    "full_gradient on one rank": only_the_culprit(_read_full_gradient),
     "another step on one rank": only_the_culprit(lambda run: run.optimizer.step()),
     "a step left out": skips_a_step,
     "uneven micro-batches": uneven_micro_batches,
     "exception before a batch": goes_on_after_an_exception,
     "exception in a forward": goes_on_after_an_exception_in_forward,
     "another order of units": other_order_of_units,
-    "a rank that ends early": leaves,
+    "a rank that ends early": ends_early,
     "other presets": other_presets,
     "other channels": other_channels,
     "one exchange more": one_exchange_more,

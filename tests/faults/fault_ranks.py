@@ -1,7 +1,7 @@
 """Provokes faults away from the test process: one that crashes or hangs takes nothing with it.
 
 A case runs in a process of its own, there on ranks that are threads (:func:`provoke`), or on one process per rank
-(:func:`run_ranks`). Both have a hard limit of time and report what every rank raised.
+(:func:`run_faulty_ranks`). Both have a hard limit of time and report what every rank raised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMIT_S = 150.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenError:
     """What a rank raised, in a form that travels: ``kind`` and its bases by name, and the three parts if it is ours."""
 
     kind: str = ""
@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass
-class Outcome:
+class ProcessOutcome:
     """What became of a process: what it ``seen``, nothing where it died; ``exit_code`` is None where it hung."""
 
     seen: Any = None
@@ -55,18 +55,18 @@ class Outcome:
     ended_s: float = 0.0
 
 
-class Provoker:
+class FaultProvoker:
     """A process that provokes one row of the table after another, and is replaced when a row kills it or hangs."""
 
     def __init__(self) -> None:
         self._pipe: Any = None
         self._child: Any = None
 
-    def provoke(self, name: str) -> list[Seen]:
+    def provoke(self, name: str) -> list[SeenError]:
         """What each rank raises in the row ``name``; fails if the process crashes or hangs."""
         if self._child is None:
             self._pipe, theirs = _context.Pipe()
-            self._child = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._child = _context.Process(target=_serve_rows, args=(theirs,), daemon=True)
             self._child.start()
             theirs.close()
         self._pipe.send(name)
@@ -88,14 +88,14 @@ class Provoker:
             self._child = None
 
 
-def run_ranks(
+def run_faulty_ranks(
     fault: Callable[..., object],
     ranks: int,
     *args: Any,
     timeout_s: float = 10.0,
     backend: str | None = None,
     agent: bool = True,
-) -> list[Outcome]:
+) -> list[ProcessOutcome]:
     """``fault(world, *args)`` on ``ranks`` processes that meet by ``npuzero.init()`` as torchrun would start them.
 
     ``agent``: the store is kept apart from the ranks, as by torchrun's agent; else by rank 0, as under mpirun.
@@ -105,18 +105,18 @@ def run_ranks(
     if not agent:
         del store  # the port is free again
     setup = (ranks, port, agent, timeout_s, backend)
-    return _run([(_on_process, (rank, setup, fault, args)) for rank in range(ranks)])
+    return _run_processes([(_run_on_process, (rank, setup, fault, args)) for rank in range(ranks)])
 
 
-def see(fault: Callable[..., object], *args: Any) -> Seen:
+def catch_fault(fault: Callable[..., object], *args: Any) -> SeenError:
     """Calls ``fault`` and tells what it raised."""
     begin_s = time.monotonic()
     try:
         fault(*args)
-        return Seen(after_s=time.monotonic() - begin_s)
+        return SeenError(after_s=time.monotonic() - begin_s)
     except BaseException as error:
         ours = isinstance(error, npuzero.NpuZeroError)
-        return Seen(
+        return SeenError(
             type(error).__name__,
             tuple(base.__name__ for base in type(error).__mro__),
             str(error),
@@ -127,16 +127,16 @@ def see(fault: Callable[..., object], *args: Any) -> Seen:
         )
 
 
-def _run(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Outcome]:
+def _run_processes(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[ProcessOutcome]:
     children, pipes = [], []
     for body, args in bodies:
         ours, theirs = _context.Pipe(duplex=False)
-        child = _context.Process(target=_child, args=(theirs, body, args), daemon=True)
+        child = _context.Process(target=_run_child, args=(theirs, body, args), daemon=True)
         child.start()
         theirs.close()
         children.append(child)
         pipes.append(ours)
-    outcomes = [Outcome() for _ in children]
+    outcomes = [ProcessOutcome() for _ in children]
     deadline = time.monotonic() + LIMIT_S
     open_pipes = dict(zip(pipes, outcomes, strict=True))
     while open_pipes and (left_s := deadline - time.monotonic()) > 0:
@@ -156,29 +156,31 @@ def _run(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Outco
     return outcomes
 
 
-def _child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    _begin()
+def _run_child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _prepare_process()
     pipe.send(body(*args))
 
 
-def _begin() -> None:
+def _prepare_process() -> None:
     faulthandler.enable()  # what each thread was at, should a signal end the process
     warnings.simplefilter("error")
     torch.set_num_threads(1)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve_rows(pipe: Connection) -> None:
     # Rows are functions without a name of their own: they are looked up here instead of being sent.
     cases = importlib.import_module("faults.bad_inputs.table").CASES
-    _begin()
+    _prepare_process()
     while True:
         case = cases[pipe.recv()]
         with mock.patch.dict(os.environ):
-            pipe.send(run_threads(case.ranks, lambda world: see(case.provoke, world), timeout_s=10.0))  # noqa: B023
+            pipe.send(run_threads(case.ranks, lambda world: catch_fault(case.provoke, world), timeout_s=10.0))  # noqa: B023
 
 
-def _on_process(rank: int, setup: tuple[Any, ...], fault: Callable[..., object], args: tuple[Any, ...]) -> Seen:
+def _run_on_process(
+    rank: int, setup: tuple[Any, ...], fault: Callable[..., object], args: tuple[Any, ...]
+) -> SeenError:
     ranks, port, agent, timeout_s, backend = setup
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE=str(agent))
-    return see(lambda: fault(npuzero.init("cpu", timeout_s=timeout_s, backend=backend), *args))
+    return catch_fault(lambda: fault(npuzero.init("cpu", timeout_s=timeout_s, backend=backend), *args))

@@ -19,39 +19,41 @@ _here = torch.zeros(64)
 AT = _here.data_ptr()
 
 
-def region(size: int = 2) -> Any:
+def thread_region(size: int = 2) -> Any:
     return comm.Region.in_threads(size, SLOT)
 
 
-def communicator(of: Any = None, index: int = 0, ranks: Any = (0, 1), pids: Any = (), timeout_s: Any = 1.0) -> Any:
-    return comm.Communicator(of or region(), index, list(ranks), list(pids), "by hand", timeout_s)
+def build_core_communicator(
+    of: Any = None, index: int = 0, ranks: Any = (0, 1), pids: Any = (), timeout_s: Any = 1.0
+) -> Any:
+    return comm.Communicator(of or thread_region(), index, list(ranks), list(pids), "by hand", timeout_s)
 
 
-def alone() -> Any:
-    return communicator(region(1), ranks=[0])
+def single_rank_communicator() -> Any:
+    return build_core_communicator(thread_region(1), ranks=[0])
 
 
-def submit(**some: Any) -> Callable[[], object]:
+def submit_call(**some: Any) -> Callable[[], object]:
     """A call that is right but for ``some`` of its arguments."""
     right = {"verb": int(comm.Verb.all_reduce), "input": AT, "output": AT, "numel": 4, "itemsize": 4}
     right |= {"wire": 0, "result": 0, "accumulate": False, "root": 0, "dtype": "float32", "tag": ""}
-    return lambda: communicator().submit(**{**right, **some})
+    return lambda: build_core_communicator().submit(**{**right, **some})
 
 
-def verb(name: str, **some: Any) -> Callable[[], object]:
-    return submit(verb=int(getattr(comm.Verb, name)), **some)
+def submit_verb(name: str, **some: Any) -> Callable[[], object]:
+    return submit_call(verb=int(getattr(comm.Verb, name)), **some)
 
 
-def of_another() -> Any:
-    other = alone()
+def handle_of_another() -> Any:
+    other = single_rank_communicator()
     return other.submit(int(comm.Verb.barrier), 0, 0, 0, 1, 0, 0, False, 0, "uint8", "")
 
 
-def view(data: Any = AT, count: Any = 4, dtype: Any = 0, device: Any = 0) -> Any:
+def core_view(data: Any = AT, count: Any = 4, dtype: Any = 0, device: Any = 0) -> Any:
     return core.View(data, count, dtype, device)
 
 
-def update(row: Any = None, ranges: Any = None, device: int = 0) -> Callable[[], object]:
+def flat_adam_call(row: Any = None, ranges: Any = None, device: int = 0) -> Callable[[], object]:
     row = row or (AT, AT + 64, AT + 128, 0, 0, 0, AT + 192, 4, 0, 0, 0, 0)
     group = (*[0.5] * 9, False, False, False, 1, -1)
     return lambda: core.flat_adam([row], ranges or [(0, 4, 0, 0, 0)], [group], None, None, None, 0, device, 0)
@@ -70,87 +72,95 @@ CALLS: dict[str, Callable[[], object]] = {
     "a shared region with slots of 2^62": lambda: comm.Region.create(2, 2**62, 1, False),
     "a region at None": lambda: comm.Region.open(None, 2, SLOT, 1),
     "a region opened for -1 ranks": lambda: comm.Region.open("/proc/self/mem", -1, SLOT, 1),
-    "rank 2 of 2 leaves": lambda: region().leave(2),
-    "rank -1 leaves": lambda: region().leave(-1),
-    "rank 2^30 leaves": lambda: region().leave(2**30),
+    "rank 2 of 2 leaves": lambda: thread_region().leave(2),
+    "rank -1 leaves": lambda: thread_region().leave(-1),
+    "rank 2^30 leaves": lambda: thread_region().leave(2**30),
     "no region": lambda: comm.Communicator(None, 0, [0, 1], [], "by hand", 1.0),
-    "index 2 of 2": lambda: communicator(index=2),
-    "index -1": lambda: communicator(index=-1),
-    "more ranks than the region has": lambda: communicator(ranks=range(3)),
-    "no ranks": lambda: communicator(ranks=[]),
-    "a rank twice": lambda: communicator(ranks=[1, 1]),
-    "a rank below 0": lambda: communicator(ranks=[-1, 0]),
-    "too few pids": lambda: communicator(pids=[os.getpid()]),
-    "a pid of -1": lambda: communicator(pids=[os.getpid(), -1]),
-    "a timeout of NaN": lambda: communicator(timeout_s=float("nan")),
-    "a timeout of -1": lambda: communicator(timeout_s=-1.0),
-    "an endless timeout": lambda: communicator(timeout_s=float("inf")),
-    "a place that is taken": lambda: (lambda of: (communicator(of), communicator(of)))(region()),
+    "index 2 of 2": lambda: build_core_communicator(index=2),
+    "index -1": lambda: build_core_communicator(index=-1),
+    "more ranks than the region has": lambda: build_core_communicator(ranks=range(3)),
+    "no ranks": lambda: build_core_communicator(ranks=[]),
+    "a rank twice": lambda: build_core_communicator(ranks=[1, 1]),
+    "a rank below 0": lambda: build_core_communicator(ranks=[-1, 0]),
+    "too few pids": lambda: build_core_communicator(pids=[os.getpid()]),
+    "a pid of -1": lambda: build_core_communicator(pids=[os.getpid(), -1]),
+    "a timeout of NaN": lambda: build_core_communicator(timeout_s=float("nan")),
+    "a timeout of -1": lambda: build_core_communicator(timeout_s=-1.0),
+    "an endless timeout": lambda: build_core_communicator(timeout_s=float("inf")),
+    "a place that is taken": lambda: (lambda of: (build_core_communicator(of), build_core_communicator(of)))(
+        thread_region()
+    ),
     "the pulse of process -1": lambda: comm.Pulse(-1),
     "a block of -1 bytes": lambda: comm.Block(-1),
     "a block of 2^64 - 1 bytes": lambda: comm.Block(2**64 - 1),
     "an operation by hand": lambda: comm.Operation(),
-    "verb -1": submit(verb=-1),
-    "verb 99": submit(verb=99),
-    "elements of 0 bytes": submit(itemsize=0),
-    "elements of 3 bytes": submit(itemsize=3),
-    "elements of 2^62 bytes": submit(itemsize=2**62),
-    "-1 elements": submit(numel=-1),
-    "elements that overflow": submit(numel=2**62),
-    "elements of all ranks that overflow": verb("all_gather", numel=2**62 - 1, itemsize=2),
-    "a sum of dtype 99": submit(wire=99, result=99),
-    "a sum of dtype -1": submit(wire=-1, result=-1),
-    "a sum of another size": submit(wire=1, result=1),
-    "a sum of integers into floats": verb("reduce_scatter", wire=4, result=0),
-    "a sum into doubles": verb("reduce_scatter", wire=0, result=3),
-    "a sum that is not aligned": submit(input=AT + 1, output=AT + 1),
-    "no input": verb("all_gather", input=0),
-    "no output": verb("all_gather", output=0),
-    "an input in the first page": verb("all_to_all", input=8),
-    "an output of -4": verb("broadcast", output=-4),
-    "an output at the end of memory": verb("broadcast", output=2**64 - 4),
-    "root 2 of 2": verb("broadcast", root=2),
-    "root -1": verb("broadcast", root=-1),
-    "a sender 2 of 2": verb("send", root=2),
-    "nothing to receive into": verb("recv", output=0),
-    "a tag of None": submit(tag=None),
-    "waits for nothing": lambda: communicator().wait(None, lambda: None),
-    "watched by nobody": lambda: (lambda of: of.wait(of_another(), None))(alone()),
-    "waits for another's operation": lambda: alone().wait(of_another(), lambda: None),
-    "asks for nothing": lambda: communicator().done(None),
-    "asks for another's operation": lambda: alone().done(of_another()),
+    "verb -1": submit_call(verb=-1),
+    "verb 99": submit_call(verb=99),
+    "elements of 0 bytes": submit_call(itemsize=0),
+    "elements of 3 bytes": submit_call(itemsize=3),
+    "elements of 2^62 bytes": submit_call(itemsize=2**62),
+    "-1 elements": submit_call(numel=-1),
+    "elements that overflow": submit_call(numel=2**62),
+    "elements of all ranks that overflow": submit_verb("all_gather", numel=2**62 - 1, itemsize=2),
+    "a sum of dtype 99": submit_call(wire=99, result=99),
+    "a sum of dtype -1": submit_call(wire=-1, result=-1),
+    "a sum of another size": submit_call(wire=1, result=1),
+    "a sum of integers into floats": submit_verb("reduce_scatter", wire=4, result=0),
+    "a sum into doubles": submit_verb("reduce_scatter", wire=0, result=3),
+    "a sum that is not aligned": submit_call(input=AT + 1, output=AT + 1),
+    "no input": submit_verb("all_gather", input=0),
+    "no output": submit_verb("all_gather", output=0),
+    "an input in the first page": submit_verb("all_to_all", input=8),
+    "an output of -4": submit_verb("broadcast", output=-4),
+    "an output at the end of memory": submit_verb("broadcast", output=2**64 - 4),
+    "root 2 of 2": submit_verb("broadcast", root=2),
+    "root -1": submit_verb("broadcast", root=-1),
+    "a sender 2 of 2": submit_verb("send", root=2),
+    "nothing to receive into": submit_verb("recv", output=0),
+    "a tag of None": submit_call(tag=None),
+    "waits for nothing": lambda: build_core_communicator().wait(None, lambda: None),
+    "watched by nobody": lambda: (lambda of: of.wait(handle_of_another(), None))(single_rank_communicator()),
+    "waits for another's operation": lambda: single_rank_communicator().wait(handle_of_another(), lambda: None),
+    "asks for nothing": lambda: build_core_communicator().done(None),
+    "asks for another's operation": lambda: single_rank_communicator().done(handle_of_another()),
     "pages of no stock": lambda: host.Pages(None, 4096),
     "pages of -1 bytes": lambda: host.Pages(host.Stock(), -1),
     "pages of 2^64 - 1 bytes": lambda: host.Pages(host.Stock(), 2**64 - 1),
-    "a view of dtype 99": lambda: view(dtype=99),
-    "a view of device -1": lambda: view(device=-1),
-    "a view of device 99": lambda: view(device=99),
-    "a view of -1 elements": lambda: view(count=-1),
-    "a view of bytes that overflow": lambda: view(count=MAX),
-    "a view of nothing": lambda: view(data=0),
-    "cast of None": lambda: core.cast(None, view(), 0, 0, 0, 0),
-    "cast into fewer elements": lambda: core.cast(view(), view(AT + 64, 2), 0, 0, 0, 0),
-    "cast of doubles": lambda: core.cast(view(dtype=3), view(AT + 64), 0, 0, 0, 0),
-    "cast rounded by mode 9": lambda: core.cast(view(), view(AT + 64), 9, 0, 0, 0),
-    "norm into floats": lambda: core.norm(view(), view(AT + 64, 2), view(AT + 128, 2, 3), None, 1.0, 0),
-    "norm without room": lambda: core.norm(view(), view(AT + 64, 2, 3), view(AT + 128, 0, 3), None, 1.0, 0),
-    "norm of fewer": lambda: core.norm(view(), view(AT + 64, 2, 3), view(AT + 128, 2, 3), view(count=2), 1.0, 0),
+    "a view of dtype 99": lambda: core_view(dtype=99),
+    "a view of device -1": lambda: core_view(device=-1),
+    "a view of device 99": lambda: core_view(device=99),
+    "a view of -1 elements": lambda: core_view(count=-1),
+    "a view of bytes that overflow": lambda: core_view(count=MAX),
+    "a view of nothing": lambda: core_view(data=0),
+    "cast of None": lambda: core.cast(None, core_view(), 0, 0, 0, 0),
+    "cast into fewer elements": lambda: core.cast(core_view(), core_view(AT + 64, 2), 0, 0, 0, 0),
+    "cast of doubles": lambda: core.cast(core_view(dtype=3), core_view(AT + 64), 0, 0, 0, 0),
+    "cast rounded by mode 9": lambda: core.cast(core_view(), core_view(AT + 64), 9, 0, 0, 0),
+    "norm into floats": lambda: core.norm(core_view(), core_view(AT + 64, 2), core_view(AT + 128, 2, 3), None, 1.0, 0),
+    "norm without room": lambda: core.norm(
+        core_view(), core_view(AT + 64, 2, 3), core_view(AT + 128, 0, 3), None, 1.0, 0
+    ),
+    "norm of fewer": lambda: core.norm(
+        core_view(), core_view(AT + 64, 2, 3), core_view(AT + 128, 2, 3), core_view(count=2), 1.0, 0
+    ),
     "pack of dtype 99": lambda: core.pack([(AT, AT + 64, 4, 99, 0)], 1.0, None, False, False, 0, 0),
     "pack of -1 elements": lambda: core.pack([(AT, AT + 64, -1, 0, 0)], 1.0, None, False, False, 0, 0),
     "pack from nowhere": lambda: core.pack([(0, AT + 64, 4, 0, 0)], 1.0, None, False, False, 0, 0),
     "pack on device 99": lambda: core.pack([(AT, AT + 64, 4, 0, 0)], 1.0, None, False, False, 99, 0),
-    "pack scaled by an integer": lambda: core.pack([(AT, AT + 64, 4, 0, 0)], 1.0, view(dtype=4), True, False, 0, 0),
-    "an update without a master": update((0, AT, AT, 0, 0, 0, AT, 4, 0, 0, 0, 0)),
-    "an update of -1 elements": update((AT, AT, AT, 0, 0, 0, AT, -1, 0, 0, 0, 0)),
-    "an update of dtype 99": update((AT, AT, AT, 0, 0, 0, AT, 4, 99, 0, 0, 0)),
-    "an update by a group that is not there": update(ranges=[(0, 4, 7, 0, 0)]),
-    "an update of a range below 0": update(ranges=[(-4, 4, 0, 0, 0)]),
-    "an update on device 99": update(device=99),
+    "pack scaled by an integer": lambda: core.pack(
+        [(AT, AT + 64, 4, 0, 0)], 1.0, core_view(dtype=4), True, False, 0, 0
+    ),
+    "an update without a master": flat_adam_call((0, AT, AT, 0, 0, 0, AT, 4, 0, 0, 0, 0)),
+    "an update of -1 elements": flat_adam_call((AT, AT, AT, 0, 0, 0, AT, -1, 0, 0, 0, 0)),
+    "an update of dtype 99": flat_adam_call((AT, AT, AT, 0, 0, 0, AT, 4, 99, 0, 0, 0)),
+    "an update by a group that is not there": flat_adam_call(ranges=[(0, 4, 7, 0, 0)]),
+    "an update of a range below 0": flat_adam_call(ranges=[(-4, 4, 0, 0, 0)]),
+    "an update on device 99": flat_adam_call(device=99),
     "spans without sizes": lambda: core.overlap([AT, AT], [], 1),
 }
 
 
-def serve(pipe: Connection, names: list[str]) -> None:
+def serve_hostile_calls(pipe: Connection, names: list[str]) -> None:
     """Makes the calls ``names``, one after another, and says what each raised."""
     for name in names:
         try:

@@ -18,33 +18,33 @@ from npuzero import Settings, comm, ops
 from npuzero.api.model import engine_of
 from npuzero.comm import Communicator, World
 from npuzero.comm.shared_memory import SharedMemoryHandle
-from npuzero.memory import FileStore, Mover
-from npuzero.memory.space import Space, Transient
-from npuzero.ops import Line
+from npuzero.memory import FileStore, HostCopier
+from npuzero.memory.space import MemorySpace, TransientBuffer
+from npuzero.ops import AdamLine
 from npuzero.shard import contribution, sums
 from world.test_optimizers import optimizer_state
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import State
 
 #: What may fail, by where it is looked up: memory, collectives and waits for them, disks, copies, kernels.
 CALLS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (Transient, ("restore",)),
-    (Space, ("allocate",)),
+    (TransientBuffer, ("restore",)),
+    (MemorySpace, ("allocate",)),
     (Communicator, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv")),
     (SharedMemoryHandle, ("wait",)),
     (World, ("exchange",)),
     (FileStore, ("read", "write")),
-    (Mover, ("to_host", "to_device", "snapshot")),
+    (HostCopier, ("to_host", "to_device", "snapshot")),
     (ops, ("cast", "quantize", "dequantize_sum")),
     (contribution, ("pack_unchecked",)),
     (sums, ("norm_unchecked",)),
-    (Line, ("update",)),
+    (AdamLine, ("update",)),
 )
 
 _here = threading.local()
 
 
-class Interrupt(KeyboardInterrupt):
+class UserInterrupt(KeyboardInterrupt):
     """What a user's Ctrl-C raises, wherever the program is."""
 
 
@@ -54,17 +54,17 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 #: Makes the error to raise.
 Make = Callable[[], BaseException]
-PRETENDED = (torch.OutOfMemoryError, Interrupt)
+PRETENDED = (torch.OutOfMemoryError, UserInterrupt)
 
 
 def watch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let :func:`raising_at` count and fail the calls in :data:`CALLS`."""
     for owner, names in CALLS:
         for name in names:
-            monkeypatch.setattr(owner, name, _counted(getattr(owner, name), f"{owner.__name__}.{name}"))
+            monkeypatch.setattr(owner, name, _raise_at_count(getattr(owner, name), f"{owner.__name__}.{name}"))
 
 
-def _counted(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _raise_at_count(real: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         left = getattr(_here, "left", None)
         if left is not None:
@@ -77,7 +77,7 @@ def _counted(real: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-class Hit:
+class RaisedCall:
     """Tells which call raised.
 
     Attributes:
@@ -88,9 +88,9 @@ class Hit:
 
 
 @contextlib.contextmanager
-def raising_at(n: int | None, make: Make) -> Iterator[Hit]:
+def raising_at(n: int | None, make: Make) -> Iterator[RaisedCall]:
     """Raise ``make()`` at call ``n`` of those this thread makes inside, and swallow it on the way out; None: never."""
-    hit = Hit()
+    hit = RaisedCall()
     _here.left, _here.make, _here.hit = n, make, ""
     try:
         yield hit
@@ -101,7 +101,7 @@ def raising_at(n: int | None, make: Make) -> Iterator[Hit]:
 
 
 #: By name, what makes the error.
-ERRORS: dict[str, Make] = {"out of memory": out_of_memory, "interrupt": Interrupt}
+ERRORS: dict[str, Make] = {"out of memory": out_of_memory, "interrupt": UserInterrupt}
 #: By name: plan, ranks, further arguments of zero().
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     name: (name, 4 if name in ("hpz", "hsdp", "thin", "zero++") else 2, {})
@@ -120,7 +120,7 @@ READING = ("evaluation", "full_state_dict", "gathered")
 
 
 @dataclass
-class Course:
+class RunCourse:
     """What a run has done.
 
     Attributes:
@@ -135,7 +135,7 @@ class Course:
     state: State = field(default_factory=dict)
 
 
-class Net(nn.Module):
+class FrozenBiasNet(nn.Module):
     """A unit of the root and one for each block, each of two flats; of one block a flat is frozen."""
 
     def __init__(self) -> None:
@@ -150,19 +150,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Run:
+class RaisingRun:
     """A training on one rank that can be made to raise in one phase."""
 
     def __init__(self, world: World, name: str, folder: Path, **settings: Any) -> None:
         plan, ranks, options = PLANS[name]
         settings = {"bucket_bytes": 256, "nvme_paths": (str(folder),), "chunk_bytes": 600} | settings
         self.rank = world.rank
-        net = build(0, Net)
+        net = build_seeded_model(0, FrozenBiasNet)
         self.model = npuzero.zero(
             net, plan=plan, local_size=min(2, ranks), world=world, settings=Settings(**settings), **options
         )
         self.optimizer = npuzero.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
-        self.course = Course()
+        self.course = RunCourse()
 
     def settle(self) -> None:
         """Wait for the last update, so that all ranks make the same calls whatever their threads have done so far."""
@@ -206,23 +206,23 @@ class Run:
             with torch.no_grad():
                 self.loss(0)
 
-    def end(self) -> Course:
+    def end(self) -> RunCourse:
         npuzero.apply_pending(self.model)
         self.course.state = npuzero.full_state_dict(self.model, rank0_only=False) | optimizer_state(self.optimizer)
         return self.course
 
 
-def on_ranks(name: str, body: Any) -> list[Any]:
+def run_raising_ranks(name: str, body: Any) -> list[Any]:
     return comm.run_threads(PLANS[name][1], body, timeout_s=60)
 
 
-def without(name: str, folder: Path, batches: Iterable[int], phase: str = "forward") -> Course:
+def run_without_raising(name: str, folder: Path, batches: Iterable[int], phase: str = "forward") -> RunCourse:
     """The run of ``batches`` alone, in which nothing raises."""
 
-    def rank(world: World) -> Course:
-        run = Run(world, name, folder)
+    def rank(world: World) -> RunCourse:
+        run = RaisingRun(world, name, folder)
         for step in batches:
             run.part(phase, None, out_of_memory, step)
         return run.end()
 
-    return on_ranks(name, rank)[0]
+    return run_raising_ranks(name, rank)[0]

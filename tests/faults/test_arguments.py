@@ -24,30 +24,32 @@ FLAGS = (np.array([True, False]), torch.ones(2), torch.empty((), device="meta"),
 PATHS = ("x\0y", "\ud800", "x" * 5000, None, 1, b"x", [1], object())
 
 
-def net() -> nn.Sequential:
+def two_linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def world() -> comm.World:
+def single_world() -> comm.World:
     return comm.SingleWorld()
 
 
-def mesh() -> npuzero.Mesh:
-    return npuzero.mesh(world=world())
+def single_rank_mesh() -> npuzero.Mesh:
+    return npuzero.mesh(world=single_world())
 
 
-def trained() -> nn.Module:
-    model = npuzero.zero(net(), world=world())
+def net_after_backward() -> nn.Module:
+    model = npuzero.zero(two_linears(), world=single_world())
     model(torch.ones(2, 4)).sum().backward()
     return model
 
 
-def pipeline(**options: Any) -> object:
-    return npuzero.pipeline(net(), mesh(), **{"micro_batches": 1, "loss_fn": nn.functional.mse_loss, **options})
+def call_pipeline(**options: Any) -> object:
+    return npuzero.pipeline(
+        two_linears(), single_rank_mesh(), **{"micro_batches": 1, "loss_fn": nn.functional.mse_loss, **options}
+    )
 
 
-def predict(**options: Any) -> object:
-    return npuzero.predict(**{"model": net(), "plan": "zero3", "world": 4, **options})
+def call_predict(**options: Any) -> object:
+    return npuzero.predict(**{"model": two_linears(), "plan": "zero3", "world": 4, **options})
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], Callable[[Any], object]]] = {
@@ -61,36 +63,45 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[[Any], object]]] = {
     },
     "LossScaler: enabled": (FLAGS, lambda value: npuzero.LossScaler(enabled=value)),
     "LossScaler: consecutive_hysteresis": (FLAGS, lambda value: npuzero.LossScaler(consecutive_hysteresis=value)),
-    "clip_grad_norm_": (NUMBERS, lambda value: npuzero.clip_grad_norm_(trained(), value)),
-    "clip_grad_norm_: norm_type": (NUMBERS, lambda value: npuzero.clip_grad_norm_(trained(), 1.0, value)),
-    "clip_grad_value_": (NUMBERS, lambda value: npuzero.clip_grad_value_(trained(), value)),
-    "grad_norms": (NUMBERS, lambda value: npuzero.grad_norms(trained(), value)),
-    "stage": (COUNTS, lambda value: npuzero.zero(net(), value, world=world())),
-    "mesh: data": (COUNTS, lambda value: npuzero.mesh(world=world(), data=value)),
+    "clip_grad_norm_": (NUMBERS, lambda value: npuzero.clip_grad_norm_(net_after_backward(), value)),
+    "clip_grad_norm_: norm_type": (NUMBERS, lambda value: npuzero.clip_grad_norm_(net_after_backward(), 1.0, value)),
+    "clip_grad_value_": (NUMBERS, lambda value: npuzero.clip_grad_value_(net_after_backward(), value)),
+    "grad_norms": (NUMBERS, lambda value: npuzero.grad_norms(net_after_backward(), value)),
+    "stage": (COUNTS, lambda value: npuzero.zero(two_linears(), value, world=single_world())),
+    "mesh: data": (COUNTS, lambda value: npuzero.mesh(world=single_world(), data=value)),
     "mesh: world": ((1, "x", torch.ones(2)), lambda value: npuzero.mesh(world=value)),
     "MeshShape": ((*COUNTS, 0, None), lambda value: npuzero.MeshShape(value, 1)),
-    "pipeline: micro_batches": ((*COUNTS, 10**12), lambda value: pipeline(micro_batches=value)),
-    "pipeline: chunks": (COUNTS, lambda value: pipeline(chunks=value)),
-    "pipeline: schedule": (COUNTS, lambda value: pipeline(schedule=value)),
-    "pipeline: blocks": ((True, {}, torch.tensor(2), "0"), lambda value: pipeline(blocks=value)),
-    "pipeline: split": ((True, {}, torch.tensor(2), "0"), lambda value: pipeline(split=value)),
-    "pipeline: settings": ((True, {}), lambda value: pipeline(settings=value)),
-    "predict: micro_batches": (COUNTS, lambda value: predict(micro_batches=value)),
-    "predict: moments": (COUNTS, lambda value: predict(moments=value)),
-    "predict: clip": (FLAGS, lambda value: predict(clip=value)),
-    "predict: parts": ((5, [5], [["0"], None], "ab", torch.ones(2)), lambda value: predict(parts=value)),
-    "predict: acts": ((True, "1", [1], torch.ones(2)), lambda value: predict(acts=value)),
-    "parallel.tensor: mesh": ((None, 1), lambda value: parallel.tensor(net(), value)),
+    "pipeline: micro_batches": ((*COUNTS, 10**12), lambda value: call_pipeline(micro_batches=value)),
+    "pipeline: chunks": (COUNTS, lambda value: call_pipeline(chunks=value)),
+    "pipeline: schedule": (COUNTS, lambda value: call_pipeline(schedule=value)),
+    "pipeline: blocks": ((True, {}, torch.tensor(2), "0"), lambda value: call_pipeline(blocks=value)),
+    "pipeline: split": ((True, {}, torch.tensor(2), "0"), lambda value: call_pipeline(split=value)),
+    "pipeline: settings": ((True, {}), lambda value: call_pipeline(settings=value)),
+    "predict: micro_batches": (COUNTS, lambda value: call_predict(micro_batches=value)),
+    "predict: moments": (COUNTS, lambda value: call_predict(moments=value)),
+    "predict: clip": (FLAGS, lambda value: call_predict(clip=value)),
+    "predict: parts": ((5, [5], [["0"], None], "ab", torch.ones(2)), lambda value: call_predict(parts=value)),
+    "predict: acts": ((True, "1", [1], torch.ones(2)), lambda value: call_predict(acts=value)),
+    "parallel.tensor: mesh": ((None, 1), lambda value: parallel.tensor(two_linears(), value)),
     "ClassHead: mesh": ((None, 1), lambda value: parallel.ClassHead(4, 4, value)),
-    "AdamW: moments": ((1, [1], torch.ones(2)), lambda value: npuzero.AdamW(net().parameters(), moments=value)),
-    "weights": (PATHS[:-1][:3] + PATHS[4:], lambda value: npuzero.zero(net(), world=world(), weights=value)),
-    "export: path": (PATHS, lambda value: npuzero.export(trained(), value)),
-    "export: rename": ((True, "x", 1, {}), lambda value: npuzero.export(trained(), "exported", rename=value)),
-    "export: file_bytes": (COUNTS, lambda value: npuzero.export(trained(), "exported", file_bytes=value)),
-    "save: folder": (PATHS, lambda value: checkpoint.save(value, trained(), step=1)),
-    "save: asynchronous": (FLAGS, lambda value: checkpoint.save("run", trained(), step=1, asynchronous=value)),
-    "save: step": (COUNTS, lambda value: checkpoint.save("run", trained(), step=value)),
-    "load": (PATHS, lambda value: checkpoint.load(value, trained())),
+    "AdamW: moments": ((1, [1], torch.ones(2)), lambda value: npuzero.AdamW(two_linears().parameters(), moments=value)),
+    "weights": (
+        PATHS[:-1][:3] + PATHS[4:],
+        lambda value: npuzero.zero(two_linears(), world=single_world(), weights=value),
+    ),
+    "export: path": (PATHS, lambda value: npuzero.export(net_after_backward(), value)),
+    "export: rename": (
+        (True, "x", 1, {}),
+        lambda value: npuzero.export(net_after_backward(), "exported", rename=value),
+    ),
+    "export: file_bytes": (COUNTS, lambda value: npuzero.export(net_after_backward(), "exported", file_bytes=value)),
+    "save: folder": (PATHS, lambda value: checkpoint.save(value, net_after_backward(), step=1)),
+    "save: asynchronous": (
+        FLAGS,
+        lambda value: checkpoint.save("run", net_after_backward(), step=1, asynchronous=value),
+    ),
+    "save: step": (COUNTS, lambda value: checkpoint.save("run", net_after_backward(), step=value)),
+    "load": (PATHS, lambda value: checkpoint.load(value, net_after_backward())),
     "latest": (PATHS, checkpoint.latest),
     "verify": (PATHS, checkpoint.verify),
     "Checkpointer: folder": (PATHS[:2] + PATHS[3:], lambda value: checkpoint.Checkpointer(value, every=1)),
@@ -101,7 +112,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[[Any], object]]] = {
     "configuration of DeepSpeed": (
         (HUGE, math.inf),
         lambda value: npuzero.initialize(
-            model=net(), config={"train_batch_size": 1, "gradient_clipping": value}, world=world()
+            model=two_linears(), config={"train_batch_size": 1, "gradient_clipping": value}, world=single_world()
         ),
     ),
 }
@@ -121,26 +132,26 @@ def test_flags_of_each_library_are_taken(value: Any) -> None:
     assert npuzero.LossScaler(enabled=value).is_enabled() is True
 
 
-def pipe_of(folder: Path) -> Path:
+def make_fifo(folder: Path) -> Path:
     os.mkfifo(folder / "pipe.json")
     return folder / "pipe.json"
 
 
-def nested(folder: Path) -> Path:
+def write_nested_json(folder: Path) -> Path:
     (folder / "nested.json").write_text("[" * 100_000)
     return folder / "nested.json"
 
 
 #: Files that no reader may wait for, or read without an end.
 FILES: dict[str, Callable[[Path], Path]] = {
-    "a pipe": pipe_of,
+    "a pipe": make_fifo,
     "a device": lambda _: Path("/dev/zero"),
     "a folder": lambda folder: folder,
-    "nested": nested,
+    "nested": write_nested_json,
 }
 READERS: dict[str, Callable[[Path], object]] = {
-    "weights": lambda path: npuzero.zero(net(), world=world(), weights=path),
-    "a configuration": lambda path: npuzero.initialize(model=net(), config=str(path), world=world()),
+    "weights": lambda path: npuzero.zero(two_linears(), world=single_world(), weights=path),
+    "a configuration": lambda path: npuzero.initialize(model=two_linears(), config=str(path), world=single_world()),
     "a model to advise on": lambda path: npuzero.advise(str(path), "8xa100-80g"),
     "a cluster": lambda path: npuzero.planner.Cluster.load(path),
 }
@@ -156,5 +167,5 @@ def test_a_file_that_is_none_to_read(reader: str, file: str, tmp_path: Path) -> 
 def test_numbers_of_numpy_and_tensors_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     npuzero.LossScaler(init_scale=numpy.float64(8.0), growth_interval=numpy.int64(3), hysteresis=2.0)
-    npuzero.clip_grad_norm_(trained(), numpy.float32(1.0))
-    npuzero.clip_grad_norm_(trained(), torch.tensor(1.0))
+    npuzero.clip_grad_norm_(net_after_backward(), numpy.float32(1.0))
+    npuzero.clip_grad_norm_(net_after_backward(), torch.tensor(1.0))

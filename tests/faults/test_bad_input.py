@@ -7,28 +7,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from faults.bad_inputs.case import Case
+from faults.bad_inputs.case import BadInput
 from faults.bad_inputs.table import CASES
-from faults.fault_ranks import Provoker, Seen
+from faults.fault_ranks import FaultProvoker, SeenError
 
 #: Seconds until the last rank has its error; far more than it takes, far less than a collective waits.
 SOON_S = 8.0
 
 
 @pytest.fixture(scope="module")
-def provoker() -> Iterator[Provoker]:
-    made = Provoker()
+def provoker() -> Iterator[FaultProvoker]:
+    made = FaultProvoker()
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_bad_input(name: str, provoker: Provoker) -> None:
+def test_bad_input(name: str, provoker: FaultProvoker) -> None:
     for rank, seen in enumerate(provoker.provoke(name)):
-        check(CASES[name], seen, f"rank {rank}")
+        check_seen_error(CASES[name], seen, f"rank {rank}")
 
 
-def check(case: Case, seen: Seen, who: str) -> None:
+def check_seen_error(case: BadInput, seen: SeenError, who: str) -> None:
     assert seen.after_s < SOON_S
     if case.error is None:
         assert not seen.kind, f"{who}: {seen.trace}"

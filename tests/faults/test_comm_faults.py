@@ -17,17 +17,17 @@ import torch
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CollectiveError
-from world.comm_ranks import Outcome, run_ranks
+from world.comm_ranks import RankOutcome, run_comm_ranks
 
 #: A dead rank must be noticed within this.
 NOTICED_S = 2.0
 
 
-def everyone(world: World, name: str = "all") -> comm.Communicator:
+def all_ranks_communicator(world: World, name: str = "all") -> comm.Communicator:
     return world.communicator(range(world.size), name)
 
 
-def on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.0) -> dict[int, CollectiveError]:
+def run_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.0) -> dict[int, CollectiveError]:
     """The CollectiveError each rank met."""
     met: dict[int, CollectiveError] = {}
 
@@ -79,11 +79,11 @@ def _another_root(world: World, group: comm.Communicator) -> None:
 )
 def test_mismatch_is_named_on_every_rank(fn: Callable[[World, comm.Communicator], None], said: tuple[str, str]) -> None:
     def body(world: World) -> None:
-        group = everyone(world)
+        group = all_ranks_communicator(world)
         group.barrier()
         fn(world, group)
 
-    met = on_threads(3, body)
+    met = run_on_threads(3, body)
     assert sorted(met) == [0, 1, 2]
     for error in met.values():
         assert error.facts["kind"] == "mismatch" and error.facts["sequence"] == 2
@@ -93,7 +93,7 @@ def test_mismatch_is_named_on_every_rank(fn: Callable[[World, comm.Communicator]
 
 def test_broken_for_good() -> None:
     def body(world: World) -> None:
-        group = everyone(world)
+        group = all_ranks_communicator(world)
         with pytest.raises(CollectiveError) as first:
             _another_size(world, group)
         for call in (
@@ -104,7 +104,7 @@ def test_broken_for_good() -> None:
             with pytest.raises(CollectiveError) as again:
                 call()
             assert again.value.got == first.value.got
-        everyone(world, "another channel").barrier()
+        all_ranks_communicator(world, "another channel").barrier()
 
     comm.run_threads(3, body)
 
@@ -114,13 +114,13 @@ def test_broken_for_good() -> None:
 
 def test_timeout_says_who_waits_where_for_whom() -> None:
     def body(world: World) -> None:
-        group = everyone(world)
+        group = all_ranks_communicator(world)
         group.all_reduce(torch.ones(5), tag="first").wait()
         if world.rank == 2:
             time.sleep(1.5)
         group.all_gather(torch.zeros(30), torch.ones(10), tag="blocks.3").wait()
 
-    met = on_threads(3, body, timeout_s=0.4)
+    met = run_on_threads(3, body, timeout_s=0.4)
     error = next(error for error in met.values() if error.facts["kind"] == "timeout")
     assert "all_gather #2 of 10 float32 tagged 'blocks.3' within 0.4 s" in error.expected
     assert "waits for rank 2" in error.got
@@ -136,9 +136,9 @@ def test_timeout_of_run_threads_names_the_stuck() -> None:
 
 
 def test_exchange_times_out() -> None:
-    met = on_threads(2, lambda world: time.sleep(1) if world.rank else world.exchange(1), timeout_s=0.3)
+    met = run_on_threads(2, lambda world: time.sleep(1) if world.rank else world.exchange(1), timeout_s=0.3)
     assert met[0].got == "ranks [0] alone"
-    met = on_threads(2, lambda world: world.rank or world.exchange(1))
+    met = run_on_threads(2, lambda world: world.rank or world.exchange(1))
     assert met[0].got == "ranks [0] alone: the others ended"
 
 
@@ -152,7 +152,7 @@ def test_first_exception_is_raised_and_frees_the_others() -> None:
         if world.rank == 1:
             raise KeyError("mine")
         try:
-            everyone(world).barrier()
+            all_ranks_communicator(world).barrier()
         except CollectiveError as error:
             met[world.rank] = error
             raise
@@ -166,20 +166,20 @@ def test_first_exception_is_raised_and_frees_the_others() -> None:
 
 def test_abort_wakes_all() -> None:
     def body(world: World) -> None:
-        group = everyone(world)
+        group = all_ranks_communicator(world)
         if world.rank == 0:
             time.sleep(0.2)
             group.abort("no memory left")
         group.all_reduce(torch.ones(100_000)).wait()
 
-    met = on_threads(3, body)
+    met = run_on_threads(3, body)
     assert sorted(met) == [0, 1, 2]
     assert all("rank 0 aborted: no memory left" in error.got for error in met.values())
 
 
 def test_close_ends_what_is_under_way() -> None:
     def body(world: World) -> str:
-        group = everyone(world)
+        group = all_ranks_communicator(world)
         if world.rank == 0:
             handle = group.all_reduce(torch.ones(1_000_000))
             time.sleep(0.1)
@@ -197,7 +197,7 @@ def test_close_ends_what_is_under_way() -> None:
     assert comm.run_threads(2, body) == ["closed", "closed"]
 
 
-def _by_hand(region: Any) -> comm.Communicator:
+def _communicator_by_hand(region: Any) -> comm.Communicator:
     native = comm.shared_memory.SharedMemoryCommunicator
     return native(region, (0, 1), 0, "by hand", pids=(), timeout_s=1.0, make=lambda ranks, name: None)
 
@@ -205,9 +205,9 @@ def _by_hand(region: Any) -> comm.Communicator:
 def test_half_built_is_destroyed_cleanly() -> None:
     region = comm.shared_memory.native.Region.in_threads(2, 4096)
     for _ in range(20):
-        group = _by_hand(region)
+        group = _communicator_by_hand(region)
         del group
-    group = _by_hand(region)
+    group = _communicator_by_hand(region)
     group.all_reduce(torch.ones(4))
     del group, region
 
@@ -215,9 +215,9 @@ def test_half_built_is_destroyed_cleanly() -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def _killed(world: World, verb: str, in_place: bool) -> tuple[float, str, str]:
+def _killed_in_collectives(world: World, verb: str, in_place: bool) -> tuple[float, str, str]:
     """Rank 1 is killed while all are in the midst of a long run of operations."""
-    group = everyone(world)
+    group = all_ranks_communicator(world)
     n = 1 << 20
     make = group.buffer if in_place else torch.ones
     whole, shard = make(world.size * n, dtype=torch.float32), make(n, dtype=torch.float32)
@@ -249,7 +249,7 @@ def _killed(world: World, verb: str, in_place: bool) -> tuple[float, str, str]:
 def test_killed_rank(verb: str, in_place: bool, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     begin = time.monotonic()
-    outcomes = run_ranks(3, _killed, verb, in_place, folder=tmp_path, limit_s=30)
+    outcomes = run_comm_ranks(3, _killed_in_collectives, verb, in_place, folder=tmp_path, limit_s=30)
     assert outcomes[1].exit_code == -signal.SIGKILL and outcomes[1].value is None
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None and outcome.exit_code == 0, outcome.trace
@@ -261,7 +261,7 @@ def test_killed_rank(verb: str, in_place: bool, tmp_path: Path) -> None:
 
 
 def _killed_while_others_wait(world: World) -> tuple[float, float, str]:
-    group = everyone(world)
+    group = all_ranks_communicator(world)
     group.barrier()
     if world.rank == 1:
         time.sleep(0.3)
@@ -274,7 +274,7 @@ def _killed_while_others_wait(world: World) -> tuple[float, float, str]:
 
 @pytest.mark.world
 def test_killed_rank_is_noticed_in_time(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, _killed_while_others_wait, folder=tmp_path, limit_s=30)
+    outcomes = run_comm_ranks(4, _killed_while_others_wait, folder=tmp_path, limit_s=30)
     for rank in (0, 2, 3):
         assert outcomes[rank].error is None, outcomes[rank].trace
         killed_s, noticed_s, got = outcomes[rank].value
@@ -286,7 +286,7 @@ def _killed_before_meeting(world: World) -> str:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CollectiveError) as met:
-        everyone(world).barrier()
+        all_ranks_communicator(world).barrier()
     with pytest.raises(CollectiveError, match="rank 1 is dead"):
         world.exchange(1)
     return met.value.got
@@ -294,13 +294,13 @@ def _killed_before_meeting(world: World) -> str:
 
 @pytest.mark.world
 def test_rank_that_dies_before_its_first_collective(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, _killed_before_meeting, folder=tmp_path, limit_s=30)
+    outcomes = run_comm_ranks(2, _killed_before_meeting, folder=tmp_path, limit_s=30)
     assert outcomes[0].error is None, outcomes[0].trace
     assert "rank 1 is dead; rank 1 has not opened this communicator" in outcomes[0].value
 
 
-def _leaves(world: World, how: str) -> str:
-    group = everyone(world)
+def _leaves_while_busy(world: World, how: str) -> str:
+    group = all_ranks_communicator(world)
     group.barrier()
     if world.rank == 1:
         if how == "raises":
@@ -323,7 +323,7 @@ def _leaves(world: World, how: str) -> str:
 )
 def test_rank_that_leaves_without_closing(how: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
     begin = time.monotonic()
-    outcomes: list[Outcome] = run_ranks(3, _leaves, how, folder=tmp_path, limit_s=30)
+    outcomes: list[RankOutcome] = run_comm_ranks(3, _leaves_while_busy, how, folder=tmp_path, limit_s=30)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].trace
         assert outcomes[rank].value in kinds
@@ -332,7 +332,7 @@ def test_rank_that_leaves_without_closing(how: str, kinds: tuple[str, ...], tmp_
 
 
 def _gloo_killed(world: World) -> str:
-    group = everyone(world)
+    group = all_ranks_communicator(world)
     group.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -345,6 +345,6 @@ def _gloo_killed(world: World) -> str:
 
 @pytest.mark.world
 def test_killed_rank_over_gloo(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, _gloo_killed, folder=tmp_path, backend="gloo", limit_s=30)
+    outcomes = run_comm_ranks(2, _gloo_killed, folder=tmp_path, backend="gloo", limit_s=30)
     assert outcomes[0].error is None, outcomes[0].trace
     assert "all_reduce #2 tagged 'late' of 'all' on rank 0: expected gloo" in outcomes[0].value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from faults import dead_stages
-from faults.fault_ranks import run_ranks
+from faults.fault_ranks import run_faulty_ranks
 
-from .test_dead_ranks import CULPRIT, nothing_left, others_know
+from .test_dead_ranks import CULPRIT, check_others_know, nothing_left
 
 __all__ = ["nothing_left"]
 
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.world
     ],
 )
 def test_killed(plan: str, where: str, schedule: str, data: int) -> None:
-    outcomes = run_ranks(dead_stages.killed, dead_stages.STAGES * data, plan, where, schedule)
+    outcomes = run_faulty_ranks(dead_stages.killed_stage, dead_stages.STAGES * data, plan, where, schedule)
     assert outcomes[CULPRIT].exit_code == -9
     # Of the culprit by who waits for it, and where such a rank has ended in turn, of that one.
-    others_know(outcomes, r"rank \d (is dead|has ended|aborted)")
+    check_others_know(outcomes, r"rank \d (is dead|has ended|aborted)")
     assert any(f"rank {CULPRIT} is dead" in outcome.seen.text for outcome in outcomes if outcome.seen is not None)
     if where in {"forward", "backward"}:  # who waits for the stage says between which, and for what
         assert any(" tagged 'stage " in outcome.seen.text for outcome in outcomes if outcome.seen is not None)

@@ -21,14 +21,14 @@ from torch import Tensor
 import npuzero
 from faults import disks
 from faults.dead_ranks import CULPRIT
-from faults.disks import FAULTS, READABLE, Call, settings_in, strike
-from faults.fault_ranks import Outcome, run_ranks, see
+from faults.disks import FAULTS, READABLE, Call, inject_disk_fault, settings_in
+from faults.fault_ranks import ProcessOutcome, catch_fault, run_faulty_ranks
 from npuzero import ConfigError, OutOfSpace, _native, checkpoint, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
-from npuzero.memory import FileStore, Ring
+from npuzero.memory import BufferRing, FileStore
 from world.test_optimizers import optimizer_state
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import CutSession, State, assert_same_bits
 
 SOON_S = 5.0
@@ -53,11 +53,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     yield place
     _native.io.heal()
-    assert_gone(lambda: nameless(tmp_path) == 0)
+    assert_gone(lambda: count_nameless_files(tmp_path) == 0)
     assert not place.is_dir() or not os.listdir(place)
 
 
-def nameless(folder: Path) -> int:
+def count_nameless_files(folder: Path) -> int:
     """How many files without names this process has there."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
@@ -77,11 +77,13 @@ def assert_gone(gone: Callable[[], bool]) -> None:
     assert gone()
 
 
-class Training:
+class DiskTraining:
     """A model in training on one rank, with states in a folder."""
 
     def __init__(self, world: World, folder: Path, seed: int = 0, **settings: Any) -> None:
-        self.session = CutSession(build(seed), world, plan=READABLE, settings=settings_in(folder, **settings))
+        self.session = CutSession(
+            build_seeded_model(seed), world, plan=READABLE, settings=settings_in(folder, **settings)
+        )
         self.optimizer = self.session.optimizer(torch.optim.AdamW, lr=1e-2)
 
     def step(self, step: int) -> None:
@@ -101,17 +103,17 @@ class Training:
         return [flat.own_parameters.clone() for flat in engine_of(self.session.model).flats()]
 
 
-def alone(body: Callable[[World], Any]) -> Any:
+def run_single_rank(body: Callable[[World], Any]) -> Any:
     return comm.run_threads(1, body)[0]
 
 
-def without_faults(folder: Path, last: int) -> State:
+def train_without_faults(folder: Path, last: int) -> State:
     def rank(world: World) -> State:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, last)
         return training.outcome()
 
-    return alone(rank)
+    return run_single_rank(rank)
 
 
 # --- in the update ----------------------------------------------------------------------------------------------------
@@ -129,13 +131,13 @@ def test_a_disk_that_fails_in_an_update(fault: str, after: int, folder: Path, tm
     """What was updated is right, what is damaged is not; no call goes on; from a checkpoint training does."""
 
     def rank(world: World) -> tuple[list[Tensor], list[Tensor], list[Any]]:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 2)
         checkpoint.save(tmp_path / "saved", training.session.model, training.optimizer, step=2)
         before = training.resting()
         training.session.loss(2).backward()
-        strike(fault, after)
-        seen = [see(training.optimizer.step)]
+        inject_disk_fault(fault, after)
+        seen = [catch_fault(training.optimizer.step)]
         calls = [
             lambda: training.session.loss(3),
             training.session.state,
@@ -144,22 +146,22 @@ def test_a_disk_that_fails_in_an_update(fault: str, after: int, folder: Path, tm
             lambda: npuzero.report(training.session.model),
             training.optimizer.step,
         ]
-        seen += [see(call) for call in calls]
+        seen += [catch_fault(call) for call in calls]
         return before, training.resting(), seen
 
     def good(world: World) -> list[Tensor]:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 3)
         training.session.state()
         return training.resting()
 
     def goes_on(world: World) -> State:
-        training = Training(world, folder, seed=1)
+        training = DiskTraining(world, folder, seed=1)
         checkpoint.load(tmp_path / "saved", training.session.model, training.optimizer)
         training.steps(2, 4)
         return training.outcome()
 
-    before, found, (first, *later) = alone(rank)
+    before, found, (first, *later) = run_single_rank(rank)
     kind, says = SAYS[fault]
     assert first.kind in ("", kind), first.trace
     for seen in later:
@@ -169,36 +171,36 @@ def test_a_disk_that_fails_in_an_update(fault: str, after: int, folder: Path, tm
         assert seen.after_s < SOON_S
     _native.io.heal()
     some = 0
-    for old, new, mine in zip(before, alone(good), found, strict=True):
+    for old, new, mine in zip(before, run_single_rank(good), found, strict=True):
         assert ((mine == old) | (mine == new)).all(), "an update of damaged states"
         some += int((mine == old).sum())
     assert some, "the update was to fail"
-    assert_same_bits(alone(goes_on), without_faults(folder, 4))
+    assert_same_bits(run_single_rank(goes_on), train_without_faults(folder, 4))
 
 
 def test_a_damaged_state_is_found_before_anything_is_updated(folder: Path) -> None:
     def rank(world: World) -> None:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 2)
         training.outcome()  # what was read for the next update is read again
         before = training.resting()
         training.session.loss(2).backward()
-        strike("a bit that is another")
+        inject_disk_fault("a bit that is another")
         with pytest.raises(npuzero.StorageError, match="that were written"):
             training.optimizer.step()
             training.session.loss(3)
         assert all(map(torch.equal, training.resting(), before))
 
-    alone(rank)
+    run_single_rank(rank)
 
 
 def test_short_transfers_and_signals_move_no_bit(folder: Path) -> None:
-    expected = without_faults(folder, 3)
+    expected = train_without_faults(folder, 3)
     for call in (Call.read, Call.write):
         _native.io.inject(call, times=100, most=4096)
     for call in (Call.nameless, Call.allocate, Call.read, Call.write):
         _native.io.inject(call, times=500, error=errno.EINTR)
-    assert_same_bits(without_faults(folder, 3), expected)
+    assert_same_bits(train_without_faults(folder, 3), expected)
 
 
 # --- between updates --------------------------------------------------------------------------------------------------
@@ -208,17 +210,17 @@ def test_what_was_written_between_steps_and_does_not_reach_the_disk(folder: Path
     """An update that begins so is none: no step follows it."""
 
     def rank(world: World) -> None:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 2)
         training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.session.loss(2).backward()
-        strike("a bad sector that is written")
+        inject_disk_fault("a bad sector that is written")
         for _ in range(2):
             with pytest.raises(npuzero.StorageError, match="Input/output error"):
                 training.optimizer.step()
                 training.session.loss(3)
 
-    alone(rank)
+    run_single_rank(rank)
 
 
 # --- at the start -----------------------------------------------------------------------------------------------------
@@ -230,13 +232,13 @@ def test_a_disk_that_is_full_at_the_start(store: int, folder: Path) -> None:
 
     def rank(world: World) -> State:
         _native.io.inject(Call.allocate, after=store, error=errno.ENOSPC)
-        model = build()
+        model = build_seeded_model()
         options = {"plan": READABLE, "world": world, "settings": settings_in(folder)}
         if store == 0:
             with pytest.raises(OutOfSpace, match=f"{folder}.*No space left") as met:
                 npuzero.zero(model, **options)
             assert met.value.facts["needed"] > 0
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         if store == 1:
             training.session.loss(0).backward()
             with pytest.raises(OutOfSpace, match=f"{folder}.*No space left"):
@@ -246,46 +248,46 @@ def test_a_disk_that_is_full_at_the_start(store: int, folder: Path) -> None:
         training.steps(store, 3)
         return training.outcome()
 
-    assert_same_bits(alone(rank), without_faults(folder, 3))
+    assert_same_bits(run_single_rank(rank), train_without_faults(folder, 3))
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm") or not _native.io.is_memory("/dev/shm"), reason="no tmpfs")
 def test_a_folder_in_memory() -> None:
     with pytest.raises(ConfigError, match="tmpfs"):
-        alone(lambda world: Training(world, Path("/dev/shm")))
+        run_single_rank(lambda world: DiskTraining(world, Path("/dev/shm")))
 
 
 def test_a_folder_that_is_removed_under_way(folder: Path) -> None:
-    expected = without_faults(folder, 4)
+    expected = train_without_faults(folder, 4)
 
     def rank(world: World) -> State:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 2)
         folder.rmdir()
         training.steps(2, 4)
         return training.outcome()
 
-    assert_same_bits(alone(rank), expected)
+    assert_same_bits(run_single_rank(rank), expected)
 
 
 def test_two_trainings_in_one_folder(folder: Path) -> None:
-    expected = without_faults(folder, 3)
+    expected = train_without_faults(folder, 3)
 
     def rank(world: World) -> list[State]:
-        both = [Training(world, folder) for _ in range(2)]
+        both = [DiskTraining(world, folder) for _ in range(2)]
         for step in range(3):
             for training in both:
                 training.step(step)
         return [training.outcome() for training in both]
 
-    for found in alone(rank):
+    for found in run_single_rank(rank):
         assert_same_bits(found, expected)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def lanes() -> list[threading.Thread]:
+def find_update_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "npuzero-update"]
 
 
@@ -295,18 +297,18 @@ def test_a_model_that_is_dropped_in_an_update_takes_all_with_it(fault: str | Non
     gc.collect()
 
     def rank(world: World) -> None:
-        training = Training(world, folder)
+        training = DiskTraining(world, folder)
         training.steps(0, 2)
         training.session.loss(2).backward()
-        assert nameless(folder) == 2 and lanes()
+        assert count_nameless_files(folder) == 2 and find_update_threads()
         if fault is not None:
-            strike(fault, after=2)
+            inject_disk_fault(fault, after=2)
         training.optimizer.step()
         del training
-        assert_gone(lambda: not lanes() and nameless(folder) == 0)
-        assert not [thing for thing in gc.get_objects() if type(thing) in (FileStore, Ring)]
+        assert_gone(lambda: not find_update_threads() and count_nameless_files(folder) == 0)
+        assert not [thing for thing in gc.get_objects() if type(thing) in (FileStore, BufferRing)]
 
-    alone(rank)
+    run_single_rank(rank)
 
 
 # --- on several ranks -------------------------------------------------------------------------------------------------
@@ -315,18 +317,18 @@ def test_a_model_that_is_dropped_in_an_update_takes_all_with_it(fault: str | Non
 @pytest.mark.world
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_whose_disk_fails(fault: str, folder: Path) -> None:
-    outcomes = run_ranks(disks.fails, RANKS, "zero3", folder, fault)
+    outcomes = run_faulty_ranks(disks.disk_fails, RANKS, "zero3", folder, fault)
     assert_known(outcomes, *SAYS[fault])
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("where", ["zero", "step"])
 def test_one_rank_whose_disk_is_full(where: str, folder: Path) -> None:
-    outcomes = run_ranks(disks.is_full, RANKS, "zero3", folder, where)
+    outcomes = run_faulty_ranks(disks.disk_is_full, RANKS, "zero3", folder, where)
     assert_known(outcomes, "OutOfSpace", "File too large")
 
 
-def assert_known(outcomes: list[Outcome], kind: str, says: str) -> None:
+def assert_known(outcomes: list[ProcessOutcome], kind: str, says: str) -> None:
     """The culprit says what it was; the others, soon, that it is dead."""
     assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
     for rank, outcome in enumerate(outcomes):

@@ -15,10 +15,10 @@ import torch
 
 from faults import diverging
 from faults.diverging import CASES, CULPRIT
-from faults.fault_ranks import Outcome, run_ranks
+from faults.fault_ranks import ProcessOutcome, run_faulty_ranks
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.comm.board import NOWHERE, Meeting, Slot, Wait, stuck
+from npuzero.comm.board import NOWHERE, PendingWait, RankStatus, Rendezvous, find_stuck_ranks
 from npuzero.errors import CollectiveError, NpuZeroError
 
 RANKS = 3
@@ -58,7 +58,7 @@ NOT_SEEN_BY_GLOO = ("another order of units", "exception in a forward")
 ON_PROCESSES = ("save on rank 0 only", "clipping on one rank", "a step left out", "uneven micro-batches")
 
 
-def _met(size: int, fault: Any, *args: Any) -> dict[int, tuple[BaseException, float]]:
+def _errors_met(size: int, fault: Any, *args: Any) -> dict[int, tuple[BaseException, float]]:
     """What each rank of ``size`` threads raises, and after how many seconds."""
     met: dict[int, tuple[BaseException, float]] = {}
 
@@ -93,7 +93,7 @@ def _one_thread_per_rank() -> Any:
     ],
 )
 def test_every_rank_is_told_where_all_are(plan: str, case: str) -> None:
-    met = _met(RANKS, CASES[case], plan)
+    met = _errors_met(RANKS, CASES[case], plan)
     assert set(met) >= {0, 2}
     for error, after_s in met.values():
         assert isinstance(error, NpuZeroError), error
@@ -112,7 +112,7 @@ def test_every_rank_is_told_where_all_are(plan: str, case: str) -> None:
 
 
 def test_the_text_says_what_was_called_where_and_since_when() -> None:
-    met = _met(RANKS, CASES["save on rank 0 only"], "zero3")
+    met = _errors_met(RANKS, CASES["save on rank 0 only"], "zero3")
     assert sorted(met) == [0, 1, 2]
     for rank, (error, _) in met.items():
         assert isinstance(error, CollectiveError)
@@ -129,7 +129,7 @@ def test_the_text_says_what_was_called_where_and_since_when() -> None:
 @pytest.mark.parametrize("fault", (diverging.in_a_ring,))
 def test_groups_of_some_ranks(fault: Any) -> None:
     """No two ranks miss each other, but all of them together do."""
-    for error, _ in _met(RANKS, fault, "").values():
+    for error, _ in _errors_met(RANKS, fault, "").values():
         assert isinstance(error, CollectiveError)
         assert re.match("rank 0: waits in barrier #1 of 'neighbours' among rank 0, 1,", error.got)
         assert "rank 2: waits in barrier #1 of 'neighbours' among rank 0, 2" in error.got
@@ -143,7 +143,7 @@ def test_a_rank_that_computes_is_told_when_it_comes() -> None:
             world.exchange(0)
         world.communicator(range(3), "ops").barrier()
 
-    met = _met(RANKS, body)
+    met = _errors_met(RANKS, body)
     assert sorted(met) == [0, 1, 2]
     for error, _ in met.values():
         assert "rank 2: does not wait, and may come" in str(error)
@@ -231,31 +231,47 @@ def test_a_thread_beside_the_main_one_may_still_come() -> None:
 # --- the judgement ----------------------------------------------------------------------------------------------------
 
 
-def _slot(meeting: Meeting, **arrived: int) -> Slot:
-    return Slot((Wait(meeting, 0.0),), arrived)
+def _rank_status(meeting: Rendezvous, **arrived: int) -> RankStatus:
+    return RankStatus((PendingWait(meeting, 0.0),), arrived)
 
 
-def _at(place: str, number: int, *ranks: int) -> Meeting:
-    return Meeting(place, number, ranks, place)
+def _meeting_at(place: str, number: int, *ranks: int) -> Rendezvous:
+    return Rendezvous(place, number, ranks, place)
 
 
 @pytest.mark.parametrize(
     ("slots", "found"),
     [
-        ([_slot(_at("a", 1, 0, 1), a=1), NOWHERE], []),
-        ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 0, 1), b=1)], [0, 1]),
-        ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 0, 1), b=1, a=1)], []),  # rank 1 has started a
-        ([_slot(_at("a", 2, 0, 1), a=2), _slot(_at("a", 1, 0, 1), a=1)], []),  # the first is about to be done
-        ([_slot(_at("a", 2, 0, 1), a=2), _slot(_at("b", 1, 0, 1), b=1, a=1)], [0, 1]),  # it has done the first alone
-        ([_slot(_at("a", 1, 0, 1), a=1), Slot((), {}, "has ended")], [0]),
-        ([_slot(_at("a", 1, 0, 1), a=1), Slot((), {"a": 1}, "has ended")], []),
-        ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 1, 2), b=1), NOWHERE], []),
-        ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 1, 2), b=1), _slot(_at("c", 1, 0, 2), c=1)], [0, 1, 2]),
-        ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 0, 1), b=1), NOWHERE], [0, 1]),
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), NOWHERE], []),
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), _rank_status(_meeting_at("b", 1, 0, 1), b=1)], [0, 1]),
+        (
+            [_rank_status(_meeting_at("a", 1, 0, 1), a=1), _rank_status(_meeting_at("b", 1, 0, 1), b=1, a=1)],
+            [],
+        ),  # rank 1 has started a
+        (
+            [_rank_status(_meeting_at("a", 2, 0, 1), a=2), _rank_status(_meeting_at("a", 1, 0, 1), a=1)],
+            [],
+        ),  # the first is about to be done
+        (
+            [_rank_status(_meeting_at("a", 2, 0, 1), a=2), _rank_status(_meeting_at("b", 1, 0, 1), b=1, a=1)],
+            [0, 1],
+        ),  # it has done the first alone
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), RankStatus((), {}, "has ended")], [0]),
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), RankStatus((), {"a": 1}, "has ended")], []),
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), _rank_status(_meeting_at("b", 1, 1, 2), b=1), NOWHERE], []),
+        (
+            [
+                _rank_status(_meeting_at("a", 1, 0, 1), a=1),
+                _rank_status(_meeting_at("b", 1, 1, 2), b=1),
+                _rank_status(_meeting_at("c", 1, 0, 2), c=1),
+            ],
+            [0, 1, 2],
+        ),
+        ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), _rank_status(_meeting_at("b", 1, 0, 1), b=1), NOWHERE], [0, 1]),
     ],
 )
-def test_who_is_stuck(slots: list[Slot], found: list[int]) -> None:
-    assert stuck(slots) == found
+def test_who_is_stuck(slots: list[RankStatus], found: list[int]) -> None:
+    assert find_stuck_ranks(slots) == found
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -273,7 +289,9 @@ def test_who_is_stuck(slots: list[Slot], found: list[int]) -> None:
     ],
 )
 def test_on_processes(backend: str | None, case: str, tmp_path: Path) -> None:
-    outcomes: list[Outcome] = run_ranks(diverging.run_case, RANKS, case, "zero3", timeout_s=20.0, backend=backend)
+    outcomes: list[ProcessOutcome] = run_faulty_ranks(
+        diverging.run_case, RANKS, case, "zero3", timeout_s=20.0, backend=backend
+    )
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 0, f"rank {rank} hung"
         if outcome.seen.kind == "" and rank == CULPRIT:

@@ -6,7 +6,7 @@ import multiprocessing
 
 import pytest
 
-from faults.hostile_calls import CALLS, serve
+from faults.hostile_calls import CALLS, serve_hostile_calls
 
 LIMIT_S = 20.0
 
@@ -19,7 +19,7 @@ def outcomes() -> dict[str, str]:
     found: dict[str, str] = {}
     while names := list(CALLS)[len(found) :]:
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=serve, args=(theirs, names), daemon=True)
+        child = context.Process(target=serve_hostile_calls, args=(theirs, names), daemon=True)
         child.start()
         theirs.close()
         for name in names:

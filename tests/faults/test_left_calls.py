@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import npuzero
-from faults.fault_ranks import run_ranks
+from faults.fault_ranks import run_faulty_ranks
 from npuzero import comm
 from npuzero.comm import World
 
@@ -24,7 +24,7 @@ CULPRIT = 1
 WARN_S = 0.8
 
 
-class Raises(torch.autograd.Function):
+class RaiseInBackward(torch.autograd.Function):
     """Raise in backward."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class Raises(torch.autograd.Function):
         raise RuntimeError("boom in backward")
 
 
-class Block(nn.Module):
+class RaisingLayer(nn.Module):
     """A layer that can be told to raise."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Block(nn.Module):
         if self.raises == "forward":
             raise ValueError("boom in forward\nand a second line")
         value = self.layer(value)
-        return Raises.apply(value) if self.raises == "backward" else value  # type: ignore[no-any-return]
+        return RaiseInBackward.apply(value) if self.raises == "backward" else value  # type: ignore[no-any-return]
 
 
-def attempt(world: World, raises: str) -> tuple[nn.Module, Callable[[], None]]:
+def build_raising_step(world: World, raises: str) -> tuple[nn.Module, Callable[[], None]]:
     """Return a model, and a step in which ``raises`` raises on the culprit."""
-    net = nn.Sequential(nn.ModuleList([Block(), Block()])[0], Block())
+    net = nn.Sequential(nn.ModuleList([RaisingLayer(), RaisingLayer()])[0], RaisingLayer())
     model = npuzero.zero(net, stage=3, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
 
@@ -69,10 +69,10 @@ def attempt(world: World, raises: str) -> tuple[nn.Module, Callable[[], None]]:
     return model, step
 
 
-def leave(world: World, raises: str, told: threading.Event) -> None:
+def run_left_step(world: World, raises: str, told: threading.Event) -> None:
     """Run a step that the culprit leaves by an exception, which it catches, and calls nothing until it is named."""
     world.board.warn_s = WARN_S
-    _, step = attempt(world, raises)
+    _, step = build_raising_step(world, raises)
     if world.rank == CULPRIT:
         with pytest.raises((ValueError, RuntimeError, TypeError)):
             step()
@@ -83,7 +83,7 @@ def leave(world: World, raises: str, told: threading.Event) -> None:
         step()
 
 
-def warned(body: Callable[[World, threading.Event], object], size: int = 3) -> list[str]:
+def collect_warnings(body: Callable[[World, threading.Event], object], size: int = 3) -> list[str]:
     """Return what ranks that are threads warn of in ``body(world, told)``; ``told`` is set by the first warning."""
     told, said = threading.Event(), list[str]()
 
@@ -108,7 +108,7 @@ def warned(body: Callable[[World, threading.Event], object], size: int = 3) -> l
     ],
 )
 def test_the_others_name_the_rank_the_call_the_exception_and_the_time(raises: str, text: str) -> None:
-    said = warned(lambda world, told: leave(world, raises, told))
+    said = collect_warnings(lambda world, told: run_left_step(world, raises, told))
     assert len(said) == 1, said
     assert re.search(rf"on rank 0, in .* has waited for \d+ s: rank {CULPRIT} {text} \d\d:\d\d:\d\d", said[0]), said[0]
     assert "and has called nothing since" in said[0]
@@ -119,7 +119,7 @@ def test_a_rank_that_calls_again_is_not_named() -> None:
 
     def body(world: World, told: threading.Event) -> None:
         world.board.warn_s = WARN_S
-        model, _ = attempt(world, "")
+        model, _ = build_raising_step(world, "")
         if world.rank == CULPRIT:
             with pytest.raises(TypeError):
                 model()
@@ -128,13 +128,13 @@ def test_a_rank_that_calls_again_is_not_named() -> None:
             assert not told.wait(4 * WARN_S)
         world.exchange(0)
 
-    assert warned(body) == []
+    assert collect_warnings(body) == []
 
 
 def test_a_block_within_gathered_is_left_too() -> None:
     def body(world: World, told: threading.Event) -> None:
         world.board.warn_s = WARN_S
-        model, _ = attempt(world, "")
+        model, _ = build_raising_step(world, "")
         if world.rank == CULPRIT:
             with pytest.raises(ZeroDivisionError), npuzero.gathered(model):
                 raise ZeroDivisionError("within")
@@ -144,18 +144,18 @@ def test_a_block_within_gathered_is_left_too() -> None:
             with pytest.raises(npuzero.CollectiveError), npuzero.gathered(model):
                 pass
 
-    said = warned(body)
+    said = collect_warnings(body)
     assert len(said) == 1
     assert f"rank {CULPRIT} left gathered" in said[0]
     assert "ZeroDivisionError: within" in said[0]
 
 
-def on_process(world: World, path: str) -> None:
+def write_rank_warning(world: World, path: str) -> None:
     """Write what rank 0 warns of to ``path``; the culprit leaves once something is there."""
     warnings.simplefilter("always")
     warnings.showwarning = lambda message, *_, **__: Path(path).write_text(str(message))
     world.board.warn_s = WARN_S
-    _, step = attempt(world, "forward")
+    _, step = build_raising_step(world, "forward")
     if world.rank != CULPRIT:
         step()
         return
@@ -170,7 +170,7 @@ def on_process(world: World, path: str) -> None:
 @pytest.mark.parametrize("backend", [None, pytest.param("gloo", marks=pytest.mark.slow)])
 def test_processes(backend: str | None, tmp_path: Path) -> None:
     path = tmp_path / "said"
-    outcomes = run_ranks(on_process, 2, str(path), timeout_s=90.0, backend=backend)
+    outcomes = run_faulty_ranks(write_rank_warning, 2, str(path), timeout_s=90.0, backend=backend)
     assert outcomes[0].seen.kind == "CollectiveError", outcomes[0].seen
     assert f"rank {CULPRIT} left forward" in path.read_text()
     assert "ValueError: boom in forward at" in path.read_text()

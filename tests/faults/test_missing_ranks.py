@@ -35,7 +35,9 @@ npuzero.init("cpu", timeout_s={timeout_s})
 """
 
 
-def _run(tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bool = False) -> list[tuple[str, int]]:
+def _run_missing_ranks(
+    tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bool = False
+) -> list[tuple[str, int]]:
     """What the ranks that join write to stderr, and every rank's process."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(ends=[*ends], stays=[*stays], torch=torch, ranks=RANKS, timeout_s=TIMEOUT_S))
@@ -62,7 +64,7 @@ def _run(tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bo
 @pytest.mark.parametrize("torch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_have_not_joined_are_named(tmp_path: Path, torch: bool) -> None:
     """Also where the program has started torch.distributed on all ranks, and npuzero on some."""
-    found = _run(tmp_path, agent=True, stays="1", torch=torch)
+    found = _run_missing_ranks(tmp_path, agent=True, stays="1", torch=torch)
     where = f"2 of 3 ranks have joined, and wait for rank 1; rank 1 runs on this host, in process {found[1][1]}"
     for rank in (0, 2):
         text = found[rank][0]
@@ -74,7 +76,7 @@ def test_ranks_that_have_not_joined_are_named(tmp_path: Path, torch: bool) -> No
 
 @pytest.mark.slow
 def test_a_rank_that_ended_before_it_joined_is_seen_to_be_gone(tmp_path: Path) -> None:
-    found = _run(tmp_path, agent=True, ends="2")
+    found = _run_missing_ranks(tmp_path, agent=True, ends="2")
     for rank in (0, 1):
         assert "wait for rank 2; no process of rank 2 is to be seen on this host" in found[rank][0]
 
@@ -82,7 +84,7 @@ def test_a_rank_that_ended_before_it_joined_is_seen_to_be_gone(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", ["0", "1"])
 def test_ranks_are_named_where_one_of_them_keeps_the_store(tmp_path: Path, absent: str) -> None:
-    found = _run(tmp_path, agent=False, stays=absent)
+    found = _run_missing_ranks(tmp_path, agent=False, stays=absent)
     says = "where rank 0 keeps the ranks' store" if absent == "0" else "have joined, and wait for rank 1;"
     for rank in {0, 1, 2} - {int(absent)}:
         text = found[rank][0]

@@ -17,13 +17,13 @@ from faults.raising import (
     PHASES,
     PLANS,
     READING,
-    Course,
-    Run,
-    on_ranks,
+    RaisingRun,
+    RunCourse,
     out_of_memory,
     raising_at,
+    run_raising_ranks,
+    run_without_raising,
     watch_calls,
-    without,
 )
 from npuzero import NpuZeroError, StateError
 from npuzero.comm import World
@@ -38,13 +38,13 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_calls(monkeypatch)
 
 
-def assert_same_course(found: Course, expected: Course) -> None:
+def assert_same_course(found: RunCourse, expected: RunCourse) -> None:
     for step, mine, theirs in zip(found.trained, found.losses, expected.losses, strict=True):
         assert torch.equal(mine, theirs), f"the loss of batch {step}, after {found.hits}"
     assert_same_bits(found.state, expected.state)
 
 
-def attempts(phase: str) -> Iterator[int | None]:
+def calls_to_raise_at(phase: str) -> Iterator[int | None]:
     """Calls to raise at, each followed by a batch in which nothing does (where none is lost: by none)."""
     for n in count():
         yield n
@@ -56,24 +56,24 @@ def attempts(phase: str) -> Iterator[int | None]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in PLANS])
 def test_training_goes_on(name: str, phase: str, error: str, tmp_path: Path) -> None:
-    def rank(world: World) -> Course:
-        run = Run(world, name, tmp_path)
+    def rank(world: World) -> RunCourse:
+        run = RaisingRun(world, name, tmp_path)
         for step in range(2):  # what a first step makes, and forecasts of what comes next
             run.part(phase, None, out_of_memory, step)
-        for step, n in enumerate(attempts(phase), 2):
+        for step, n in enumerate(calls_to_raise_at(phase), 2):
             before = len(run.course.hits)
             run.part(phase, n, ERRORS[error], step)
             if n is not None and len(run.course.hits) == before:  # there are fewer calls
                 return run.end()
         raise AssertionError
 
-    found = on_ranks(name, rank)
+    found = run_raising_ranks(name, rank)
     assert all(course.hits == found[0].hits and course.trained == found[0].trained for course in found)
     assert found[0].hits or name == "zero0" or phase == "evaluation", "nothing was there to raise"
-    assert_same_course(found[0], without(name, tmp_path, found[0].trained, phase))
+    assert_same_course(found[0], run_without_raising(name, tmp_path, found[0].trained, phase))
 
 
-def refused(run: Run) -> bool:
+def refuses_every_use(run: RaisingRun) -> bool:
     """Whether every use of the model is an error; none of them is one otherwise."""
     uses = [
         lambda: run.loss(0),
@@ -97,9 +97,9 @@ def refused(run: Run) -> bool:
 def test_a_step_is_undone_or_the_model_refused(name: str, first: bool, error: str, tmp_path: Path) -> None:
     """``first``: in the first step, which makes the moments."""
 
-    def rank(world: World) -> tuple[Course, int]:
+    def rank(world: World) -> tuple[RunCourse, int]:
         refusals = 0
-        run = Run(world, name, tmp_path)
+        run = RaisingRun(world, name, tmp_path)
         step = 0
         for n in count():
             for _ in range(0 if first and n == 0 else 1):
@@ -120,18 +120,18 @@ def test_a_step_is_undone_or_the_model_refused(name: str, first: bool, error: st
                 with torch.no_grad():
                     run.loss(0)
             except NpuZeroError:
-                assert refused(run)
+                assert refuses_every_use(run)
                 refusals += 1
                 trained = run.course.trained
-                run = Run(world, name, tmp_path)  # from its start, as from the last checkpoint
+                run = RaisingRun(world, name, tmp_path)  # from its start, as from the last checkpoint
                 for old in trained:
                     run.part("forward", None, out_of_memory, old)
         raise AssertionError
 
-    found = on_ranks(name, rank)
+    found = run_raising_ranks(name, rank)
     assert all(refusals == found[0][1] for _, refusals in found)
     course = found[0][0]
-    expected = without(name, tmp_path, course.trained)
+    expected = run_without_raising(name, tmp_path, course.trained)
     assert_same_bits(course.state, expected.state)
 
 
@@ -139,7 +139,7 @@ def test_gradients_of_a_backward_that_raised_are_refused(tmp_path: Path) -> None
     """Until zero_grad() drops them."""
 
     def rank(world: World) -> None:
-        run = Run(world, "zero2", tmp_path)
+        run = RaisingRun(world, "zero2", tmp_path)
         run.part("forward", None, out_of_memory, 0)
         loss = run.loss(1)
         with raising_at(6, out_of_memory) as hit:
@@ -155,4 +155,4 @@ def test_gradients_of_a_backward_that_raised_are_refused(tmp_path: Path) -> None
         run.optimizer.zero_grad()
         run.part("forward", None, out_of_memory, 3)
 
-    on_ranks("zero2", rank)
+    run_raising_ranks("zero2", rank)

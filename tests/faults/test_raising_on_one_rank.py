@@ -12,10 +12,20 @@ import torch
 from torch import nn
 
 import npuzero
-from faults.raising import ERRORS, READING, Make, Run, on_ranks, out_of_memory, raising_at, watch_calls, without
+from faults.raising import (
+    ERRORS,
+    READING,
+    Make,
+    RaisingRun,
+    out_of_memory,
+    raising_at,
+    run_raising_ranks,
+    run_without_raising,
+    watch_calls,
+)
 from npuzero import CollectiveError, NpuZeroError, StateError, comm
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import State, assert_same_bits
 
 SLOW = pytest.mark.slow
@@ -27,9 +37,9 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_calls(monkeypatch)
 
 
-def outcome(world: World, name: str, phase: str, n: int, folder: Path) -> Any:
+def one_rank_outcome(world: World, name: str, phase: str, n: int, folder: Path) -> Any:
     """The call that raised in the third of five batches, and the course of a rank, or the error that ended it."""
-    run = Run(world, name, folder)
+    run = RaisingRun(world, name, folder)
     try:
         for step in range(5):
             strikes = step == 2 and world.rank == CULPRIT
@@ -55,7 +65,7 @@ def outcome(world: World, name: str, phase: str, n: int, folder: Path) -> Any:
     ],
 )
 def test_nothing_is_wrong_in_silence(name: str, phase: str, n: int, tmp_path: Path) -> None:
-    outcomes = on_ranks(name, lambda world: outcome(world, name, phase, n, tmp_path))
+    outcomes = run_raising_ranks(name, lambda world: one_rank_outcome(world, name, phase, n, tmp_path))
     courses = [course for _, course in outcomes]
     if any(isinstance(course, NpuZeroError) for course in courses):
         assert all(isinstance(course, (CollectiveError, StateError)) for course in courses)
@@ -63,13 +73,13 @@ def test_nothing_is_wrong_in_silence(name: str, phase: str, n: int, tmp_path: Pa
     # The ranks are in step: nothing raised, or where nothing was lost by it.
     assert not outcomes[CULPRIT][0] or phase in READING
     for course in courses:
-        assert_same_bits(course.state, without(name, tmp_path, range(5), phase).state)
+        assert_same_bits(course.state, run_without_raising(name, tmp_path, range(5), phase).state)
 
 
 def pipeline_run(world: World, n: int | None, make: Make, culprit: int, skip: bool) -> State | NpuZeroError:
     """Five batches over two stages, of which the third raises on the culprit, or is left out."""
     mesh = npuzero.mesh(world=world, pipe=2)
-    net = build(0, lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+    net = build_seeded_model(0, lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
     pipe = npuzero.pipeline(net, mesh, plan="zero2", loss_fn=nn.functional.mse_loss, schedule="1f1b", micro_batches=2)
     optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-2)
     try:
@@ -105,8 +115,8 @@ def test_stages_stay_in_step_or_the_world_is_broken(n: int, culprit: int, error:
         return
     states = [each for each in found if not isinstance(each, NpuZeroError)]
     legal = [each for skip in (True, False) for each in run(None, skip)[:1] if not isinstance(each, NpuZeroError)]
-    assert any(_same(states, right) for right in legal)
+    assert any(_states_match(states, right) for right in legal)
 
 
-def _same(states: list[State], right: State) -> bool:
+def _states_match(states: list[State], right: State) -> bool:
     return all(torch.equal(state[name], right[name]) for state in states for name in right)

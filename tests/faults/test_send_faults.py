@@ -17,13 +17,13 @@ import torch
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CollectiveError
-from world.comm_ranks import run_ranks
+from world.comm_ranks import run_comm_ranks
 
 #: What goes wrong on one of two ranks must be noticed by the other within this.
 NOTICED_S = 2.0
 
 
-def stages(world: World) -> comm.Communicator:
+def stage_communicator(world: World) -> comm.Communicator:
     return world.communicator(range(world.size), "stages")
 
 
@@ -42,7 +42,7 @@ def met_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.
     return met
 
 
-def caught(call: Callable[[], object]) -> CollectiveError:
+def caught_collective_error(call: Callable[[], object]) -> CollectiveError:
     with pytest.raises(CollectiveError) as met:
         call()
     return met.value
@@ -61,9 +61,9 @@ DIFFERENT = {
 }
 
 
-def different(world: World, case: str) -> list[tuple[str, str, str, int]]:
+def errors_of_different_sends(world: World, case: str) -> list[tuple[str, str, str, int]]:
     """What each of two ranks, and then its next calls, raise: kind, text, tag and number."""
-    group = stages(world)
+    group = stage_communicator(world)
     sends, recvs, _ = DIFFERENT[case]
     buffers = [
         (torch.zeros(numel, dtype=getattr(torch, dtype)), 1 - world.rank, tag)
@@ -78,12 +78,15 @@ def different(world: World, case: str) -> list[tuple[str, str, str, int]]:
         for handle in handles:
             handle.wait()
 
-    errors = [caught(carry)]
-    errors += [caught(call) for call in (group.barrier, lambda: group.send(torch.ones(1), 1 - world.rank).wait())]
+    errors = [caught_collective_error(carry)]
+    errors += [
+        caught_collective_error(call)
+        for call in (group.barrier, lambda: group.send(torch.ones(1), 1 - world.rank).wait())
+    ]
     return [(e.facts["kind"], e.got, f"{e.facts['tag']} {e.subject}", e.facts["sequence"]) for e in errors]
 
 
-def check_different(case: str, seen: list[list[tuple[str, str, str, int]]]) -> None:
+def check_different_sends(case: str, seen: list[list[tuple[str, str, str, int]]]) -> None:
     sends, recvs, number = DIFFERENT[case]
     said = [f"send #{number} of {n} {dtype} tagged {tag!r}" for n, dtype, tag in (sends[number - 1], recvs[number - 1])]
     for rank, ((kind, got, about, sequence), *later) in enumerate(seen):
@@ -96,7 +99,7 @@ def check_different(case: str, seen: list[list[tuple[str, str, str, int]]]) -> N
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ends_that_differ_are_named_on_both_ranks(case: str) -> None:
-    check_different(case, comm.run_threads(2, lambda world: different(world, case)))
+    check_different_sends(case, comm.run_threads(2, lambda world: errors_of_different_sends(world, case)))
 
 
 @pytest.mark.world
@@ -104,19 +107,19 @@ def test_ends_that_differ_are_named_on_both_ranks(case: str) -> None:
     ("backend", "case"), [(None, "tag"), *(("gloo", case) for case in ("nothing", "dtype", "order"))]
 )
 def test_processes_whose_ends_differ(backend: str | None, case: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(2, different, case, folder=tmp_path, backend=backend)
+    outcomes = run_comm_ranks(2, errors_of_different_sends, case, folder=tmp_path, backend=backend)
     for outcome in outcomes:
         assert outcome.error is None and outcome.exit_code == 0, outcome.trace
-    check_different(case, [outcome.value for outcome in outcomes])
+    check_different_sends(case, [outcome.value for outcome in outcomes])
 
 
 def test_others_of_the_group_hear_of_it() -> None:
     """Rank 2 waits for rank 1, which has met rank 0 in vain."""
 
     def body(world: World) -> None:
-        group = stages(world)
+        group = stage_communicator(world)
         if world.rank < 2:
-            different(world, "tag")
+            errors_of_different_sends(world, "tag")
             time.sleep(1.0)
         else:
             group.recv(torch.ones(3), 1, "mine").wait()
@@ -133,10 +136,14 @@ def test_a_send_without_a_recv_ends_at_the_timeout(verb: str) -> None:
     late: list[CollectiveError] = []
 
     def body(world: World) -> None:
-        group = stages(world)
+        group = stage_communicator(world)
         if world.rank:
             time.sleep(1.0)
-            late.append(caught(lambda: (group.recv if verb == "send" else group.send)(torch.ones(4), 0, "x").wait()))
+            late.append(
+                caught_collective_error(
+                    lambda: (group.recv if verb == "send" else group.send)(torch.ones(4), 0, "x").wait()
+                )
+            )
         else:
             getattr(group, verb)(torch.ones(4), 1, "x").wait()
 
@@ -151,7 +158,8 @@ def test_ranks_that_all_receive_first_are_told_so(size: int) -> None:
     """Around a ring: nobody would ever send."""
     begin = time.monotonic()
     met = met_on_threads(
-        size, lambda world: stages(world).recv(torch.ones(4), (world.rank + 1) % size, f"x{world.rank}").wait()
+        size,
+        lambda world: stage_communicator(world).recv(torch.ones(4), (world.rank + 1) % size, f"x{world.rank}").wait(),
     )
     assert time.monotonic() - begin < 5 + NOTICED_S
     assert sorted(met) == list(range(size))
@@ -164,7 +172,7 @@ def test_a_send_is_where_it_was_started() -> None:
     """The board must not take a rank that has sent, and waits elsewhere, for one that never comes."""
 
     def body(world: World) -> dict[str, int]:
-        group = stages(world)
+        group = stage_communicator(world)
         call = group.recv if world.rank else group.send
         handles = [call(torch.ones(4), 1 - world.rank, "x") for _ in range(3)]
         for handle in handles:
@@ -183,12 +191,12 @@ def test_an_exception_frees_whoever_sends_or_receives() -> None:
     kinds: dict[int, str] = {}
 
     def body(world: World) -> None:
-        group = stages(world)
+        group = stage_communicator(world)
         if world.rank == 1:
             group.send(torch.ones(1_000_000), 0, "never received")
             raise KeyError("mine")
         call = group.send if world.rank else group.recv
-        kinds[world.rank] = str(caught(lambda: call(torch.ones(9), 1, "x").wait()).facts["kind"])
+        kinds[world.rank] = str(caught_collective_error(lambda: call(torch.ones(9), 1, "x").wait()).facts["kind"])
 
     begin = time.monotonic()
     with pytest.raises(KeyError, match="mine"):
@@ -203,7 +211,7 @@ def test_who_waits_for_a_rank_that_gives_up_is_told(how: str) -> None:
     told_s: list[float] = []
 
     def body(world: World) -> None:
-        group = stages(world)
+        group = stage_communicator(world)
         if world.rank == 0:
             time.sleep(0.3)
             group.abort("no memory left") if how == "abort" else group.close()
@@ -223,7 +231,7 @@ def test_who_waits_for_a_rank_that_gives_up_is_told(how: str) -> None:
 
 def test_a_rank_that_ends_with_sends_under_way_finishes_them() -> None:
     def body(world: World) -> float:
-        group = stages(world)
+        group = stage_communicator(world)
         buffer = torch.zeros(1_000_000)
         if world.rank:
             time.sleep(0.3)
@@ -235,9 +243,9 @@ def test_a_rank_that_ends_with_sends_under_way_finishes_them() -> None:
     assert comm.run_threads(2, body) == [0, 1_000_000]
 
 
-def killed(world: World, in_place: bool) -> tuple[float, str, str]:
+def killed_in_send(world: World, in_place: bool) -> tuple[float, str, str]:
     """Rank 1 is killed while rank 0 sends to it, and receives from it, without end."""
-    group = stages(world)
+    group = stage_communicator(world)
     n = 1 << 18
     out, back = (group.buffer(n, torch.float32) if in_place else torch.ones(n) for _ in range(2))
     group.barrier()
@@ -258,7 +266,7 @@ def killed(world: World, in_place: bool) -> tuple[float, str, str]:
 @pytest.mark.world
 @pytest.mark.parametrize(("backend", "in_place"), [(None, False), (None, True), ("gloo", False)])
 def test_killed_rank(backend: str | None, in_place: bool, tmp_path: Path) -> None:
-    outcomes = run_ranks(2, killed, in_place, folder=tmp_path, backend=backend, limit_s=30)
+    outcomes = run_comm_ranks(2, killed_in_send, in_place, folder=tmp_path, backend=backend, limit_s=30)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert outcomes[0].error is None and outcomes[0].exit_code == 0, outcomes[0].trace
     _, kind, text = outcomes[0].value
@@ -267,19 +275,19 @@ def test_killed_rank(backend: str | None, in_place: bool, tmp_path: Path) -> Non
 
 
 def killed_before_it_sends(world: World) -> tuple[float, float, str]:
-    group = stages(world)
+    group = stage_communicator(world)
     group.barrier()
     at = time.monotonic() + 0.3
     if world.rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    error = caught(group.recv(torch.ones(10), 1, "x").wait)
+    error = caught_collective_error(group.recv(torch.ones(10), 1, "x").wait)
     return at, time.monotonic(), error.got
 
 
 @pytest.mark.world
 def test_killed_rank_is_noticed_in_time(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, killed_before_it_sends, folder=tmp_path, limit_s=30)
+    outcomes = run_comm_ranks(2, killed_before_it_sends, folder=tmp_path, limit_s=30)
     assert outcomes[0].error is None, outcomes[0].trace
     killed_s, noticed_s, got = outcomes[0].value
     assert "rank 1 is dead; rank 1 has not opened this communicator" in got
@@ -288,7 +296,7 @@ def test_killed_rank_is_noticed_in_time(tmp_path: Path) -> None:
 
 def waits_elsewhere(world: World) -> tuple[str, float]:
     """Rank 0 waits for what rank 1 never sends, after what both met in vain."""
-    group = stages(world)
+    group = stage_communicator(world)
     other = 1 - world.rank
     if world.rank:
         time.sleep(0.5)  # so that rank 0 waits already
@@ -297,13 +305,13 @@ def waits_elsewhere(world: World) -> tuple[str, float]:
         return "", 0.0
     group.send(torch.ones(3), other, "a")
     begin = time.monotonic()
-    error = caught(group.recv(torch.ones(3), other, "never").wait)
+    error = caught_collective_error(group.recv(torch.ones(3), other, "never").wait)
     return str(error.facts.get("kind")), time.monotonic() - begin
 
 
 @pytest.mark.world
 def test_over_gloo_one_failure_ends_every_wait(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, waits_elsewhere, folder=tmp_path, backend="gloo", timeout_s=20)
+    outcomes = run_comm_ranks(2, waits_elsewhere, folder=tmp_path, backend="gloo", timeout_s=20)
     assert outcomes[0].error is None, outcomes[0].trace
     kind, waited_s = outcomes[0].value
     assert kind == "mismatch" and waited_s < NOTICED_S

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import npuzero
-from frameworks.toys import loader, net
+from frameworks.toys import build_framework_net, build_regression_loader
 from npuzero import adopt
 from npuzero.accelerate import ZeroAccelerator
 
@@ -32,22 +32,22 @@ class ReferenceAccelerator(Accelerator):
             self.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
 
 
-def fresh(kind: type[Accelerator], **options: Any) -> Accelerator:
+def build_fresh_accelerator(kind: type[Accelerator], **options: Any) -> Accelerator:
     AcceleratorState._reset_state(False)
     GradientState._reset_state()
     return kind(cpu=True, **options)
 
 
-class Training:
+class AccelerateTraining:
     """What a script of accelerate's has: a model, its optimizer, a scheduler and loaders."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        model = net()
+        model = build_framework_net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
         self.model, self.optimizer, self.scheduler, self.loader = accelerator.prepare(
-            model, optimizer, scheduler, loader()
+            model, optimizer, scheduler, build_regression_loader()
         )
 
     def epoch(self) -> None:
@@ -78,21 +78,21 @@ class Training:
         return {**found, "loss": self.evaluate()}
 
 
-def trained(accelerator: Accelerator) -> dict[str, Any]:
-    training = Training(accelerator)
+def train_two_epochs(accelerator: Accelerator) -> dict[str, Any]:
+    training = AccelerateTraining(accelerator)
     training.epoch()
     training.epoch()
     return training.result()
 
 
-def resumed(folder: Path, **options: Any) -> dict[str, Any]:
+def train_resumed_epoch(folder: Path, **options: Any) -> dict[str, Any]:
     """The second epoch by another accelerator, from the state that the first left; each is saved twice."""
-    first = Training(fresh(ZeroAccelerator, **options))
+    first = AccelerateTraining(build_fresh_accelerator(ZeroAccelerator, **options))
     first.accelerator.save_state(str(folder))
     first.epoch()
     first.accelerator.save_state(str(folder))
     saved = first.accelerator.get_state_dict(first.model)
-    second = Training(fresh(ZeroAccelerator, **options))
+    second = AccelerateTraining(build_fresh_accelerator(ZeroAccelerator, **options))
     second.accelerator.load_state(str(folder))
     second.epoch()
     return {**second.result(), "saved": saved}
@@ -105,9 +105,9 @@ def main() -> None:
         options = {"mixed_precision": precision, "gradient_accumulation_steps": int(accumulation)}
         zero = {"stage": int(stage)}
         found = {
-            "ddp": trained(fresh(ReferenceAccelerator, **options)),
-            "zero": trained(fresh(ZeroAccelerator, zero=zero, **options)),
-            "resumed": resumed(folder / f"{cell}.state", zero=zero, **options),
+            "ddp": train_two_epochs(build_fresh_accelerator(ReferenceAccelerator, **options)),
+            "zero": train_two_epochs(build_fresh_accelerator(ZeroAccelerator, zero=zero, **options)),
+            "resumed": train_resumed_epoch(folder / f"{cell}.state", zero=zero, **options),
         }
         accelerator = Accelerator(cpu=True, **options)
         if accelerator.is_main_process:

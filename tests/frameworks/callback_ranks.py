@@ -18,15 +18,15 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoin
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 
-from frameworks.lightning_ranks import Regression, weights
-from frameworks.toys import loader
+from frameworks.lightning_ranks import RegressionModule, lightning_weights
+from frameworks.toys import build_regression_loader
 from npuzero import adopt
 from npuzero.lightning import ZeroStrategy
 
 EPOCHS = 3
 
 
-class Headed(Regression):
+class Headed(RegressionModule):
     """Its optimizer has what trains when it is made, as Lightning's page of BaseFinetuning has it."""
 
     def on_after_backward(self) -> None:
@@ -55,7 +55,7 @@ class Started(Callback):
     """Keep the weights that callbacks find when training starts."""
 
     def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.begun = weights(module)
+        self.begun = lightning_weights(module)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Case:
 
     callback: Callable[[], Callback]
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    module: type[Regression] = Regression
+    module: type[RegressionModule] = RegressionModule
 
 
 CASES = {
@@ -94,13 +94,13 @@ def run(case: Case, plain: bool, folder: Path, checkpoint: str | None = None) ->
     started, module = Started(), case.module()
     callbacks = [case.callback(), started, ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")]
     trainer = trainer_of(case, plain, callbacks, folder)
-    trainer.fit(module, loader(), loader(), ckpt_path=checkpoint)
-    found = {"weights": weights(module), "begun": started.begun}
+    trainer.fit(module, build_regression_loader(), build_regression_loader(), ckpt_path=checkpoint)
+    found = {"weights": lightning_weights(module), "begun": started.begun}
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     other, last = trainer_of(case, plain, [], folder), str(folder / f"epoch={EPOCHS - 1}.ckpt")
     validated = [
-        trainer.validate(module, loader(), verbose=False),
-        other.validate(case.module(), loader(), ckpt_path=last, verbose=False),
+        trainer.validate(module, build_regression_loader(), verbose=False),
+        other.validate(case.module(), build_regression_loader(), ckpt_path=last, verbose=False),
     ]
     return {**found, "rates": rates, "validated": [metrics[0]["held_out"] for metrics in validated]}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.toys import launch
+from frameworks.toys import launch_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         group = module.QUICK if name in module.QUICK else module.REST
         if group not in ran:
             ran[group] = tmp_path_factory.mktemp("cases")
-            launch(module.RANKS, ran[group], *group)
+            launch_torchrun(module.RANKS, ran[group], *group)
         return ran[group]
 
     return folder_of

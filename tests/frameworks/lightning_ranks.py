@@ -19,17 +19,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import npuzero
-from frameworks.toys import loader, net
+from frameworks.toys import build_framework_net, build_regression_loader
 from npuzero import adopt
 from npuzero.lightning import ZeroStrategy
 
 mse = nn.functional.mse_loss
 
 
-class Regression(lightning.LightningModule):
+class RegressionModule(lightning.LightningModule):
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
-        self.net, self.lr = net(), lr
+        self.net, self.lr = build_framework_net(), lr
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         loss = mse(self.net(batch[0]), batch[1])
@@ -44,7 +44,7 @@ class Regression(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
-class Scaled(Regression):
+class ScaledRegression(RegressionModule):
     """Its step uses a parameter of its own, and its files have not all names."""
 
     def __init__(self, lr: float) -> None:
@@ -62,7 +62,7 @@ class Scaled(Regression):
         checkpoint["state_dict"].pop("net.1.num_batches_tracked", None)
 
 
-class Manual(Regression):
+class ManualRegression(RegressionModule):
     """Two optimizers of halves of the model, stepped by hand."""
 
     def __init__(self, lr: float) -> None:
@@ -86,30 +86,32 @@ class Manual(Regression):
 
 
 @dataclass
-class Case:
+class LightningCase:
     """What is trained, and how."""
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    module: type[Regression] = Regression
+    module: type[RegressionModule] = RegressionModule
     half: bool = False
     lr: float = 1e-2
 
 
 AUTOMATIC = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 CASES = {
-    "folders": Case(AUTOMATIC, {"zero": {"stage": 3}}),
-    "files": Case(AUTOMATIC, {"zero": {"stage": 1}, "full_checkpoints": True}),
-    "value": Case({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, {"zero": {"stage": 2}}),
+    "folders": LightningCase(AUTOMATIC, {"zero": {"stage": 3}}),
+    "files": LightningCase(AUTOMATIC, {"zero": {"stage": 1}, "full_checkpoints": True}),
+    "value": LightningCase({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, {"zero": {"stage": 2}}),
     # In 16 bits a last place now and then rounds a product to its neighbour, and Adam makes steps of lr of it.
-    "bf16": Case({**AUTOMATIC, "precision": "bf16-mixed"}, lr=1e-3),
-    "fp16": Case(AUTOMATIC, half=True, lr=1e-3),
-    "manual": Case(module=Manual),
-    "scaled": Case({"gradient_clip_val": 0.5}, {"full_checkpoints": True}, module=Scaled),
+    "bf16": LightningCase({**AUTOMATIC, "precision": "bf16-mixed"}, lr=1e-3),
+    "fp16": LightningCase(AUTOMATIC, half=True, lr=1e-3),
+    "manual": LightningCase(module=ManualRegression),
+    "scaled": LightningCase({"gradient_clip_val": 0.5}, {"full_checkpoints": True}, module=ScaledRegression),
 }
 
 
-def trainer_of(strategy: Any, case: Case, folder: Path, epochs: int = 5, **more: Any) -> lightning.Trainer:
+def build_lightning_trainer(
+    strategy: Any, case: LightningCase, folder: Path, epochs: int = 5, **more: Any
+) -> lightning.Trainer:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if case.half else []
     options = {"devices": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False, **more}
@@ -126,17 +128,19 @@ def trainer_of(strategy: Any, case: Case, folder: Path, epochs: int = 5, **more:
     )
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
+def lightning_weights(module: nn.Module) -> dict[str, Tensor]:
     state = npuzero.full_state_dict(module) if adopt.is_sharded(module) else module.state_dict()
     return {name.removeprefix("net."): value.clone() for name, value in state.items() if "tracked" not in name}
 
 
-def result(trainer: lightning.Trainer, module: Regression, checkpoint: str | None = None) -> dict[str, Any]:
-    trainer.fit(module, loader(), loader(), ckpt_path=checkpoint)
+def fit_and_validate(
+    trainer: lightning.Trainer, module: RegressionModule, checkpoint: str | None = None
+) -> dict[str, Any]:
+    trainer.fit(module, build_regression_loader(), build_regression_loader(), ckpt_path=checkpoint)
     told = {name: value.item() for name, value in trainer.callback_metrics.items()}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    found = {"weights": weights(module), "told": told, "rates": rates, "epochs": trainer.current_epoch}
-    return {**found, "validated": trainer.validate(module, loader(), verbose=False)[0]["held_out"]}
+    found = {"weights": lightning_weights(module), "told": told, "rates": rates, "epochs": trainer.current_epoch}
+    return {**found, "validated": trainer.validate(module, build_regression_loader(), verbose=False)[0]["held_out"]}
 
 
 def main() -> None:
@@ -144,16 +148,18 @@ def main() -> None:
     for name in sys.argv[2:]:
         case = CASES[name]
 
-        def sharded(place: str, case: Case = case, name: str = name) -> lightning.Trainer:
-            return trainer_of(ZeroStrategy(**case.strategy), case, folder / f"{name}.{place}")
+        def sharded(place: str, case: LightningCase = case, name: str = name) -> lightning.Trainer:
+            return build_lightning_trainer(ZeroStrategy(**case.strategy), case, folder / f"{name}.{place}")
 
         trainers = {
-            "ddp": trainer_of(DDPStrategy(process_group_backend="gloo"), case, folder / f"{name}.ddp"),
+            "ddp": build_lightning_trainer(DDPStrategy(process_group_backend="gloo"), case, folder / f"{name}.ddp"),
             "zero": sharded("zero"),
         }
-        found = {kind: result(trainer, case.module(case.lr)) for kind, trainer in trainers.items()}
+        found = {kind: fit_and_validate(trainer, case.module(case.lr)) for kind, trainer in trainers.items()}
         for kind, origin in (("resumed", "zero"), ("taken over", "ddp")):
-            found[kind] = result(sharded(kind), case.module(case.lr), str(folder / f"{name}.{origin}" / "epoch=0.ckpt"))
+            found[kind] = fit_and_validate(
+                sharded(kind), case.module(case.lr), str(folder / f"{name}.{origin}" / "epoch=0.ckpt")
+            )
         if trainers["zero"].is_global_zero:
             torch.save(found, folder / f"{name}.pt")
 

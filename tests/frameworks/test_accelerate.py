@@ -14,7 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npuzero
-from frameworks.toys import BOUND, ROOT, distance, loader, moved, net, rows
+from frameworks.toys import (
+    BOUND,
+    ROOT,
+    build_framework_net,
+    build_regression_loader,
+    distance_from_start,
+    max_difference,
+    regression_rows,
+)
 from npuzero import adopt
 
 pytest.importorskip("accelerate")
@@ -23,13 +31,13 @@ from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPl
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType
 
-from frameworks.accelerate_ranks import Training
+from frameworks.accelerate_ranks import AccelerateTraining
 from npuzero.accelerate import ZeroAccelerator
-from test_docstrings import example_of
+from test_docstrings import find_example
 
 FP16 = DDPCommunicationHookType.FP16
 RANKS = ROOT / "tests" / "frameworks" / "accelerate_ranks.py"
-INPUTS, TARGETS = (tensor[:16] for tensor in rows().tensors)
+INPUTS, TARGETS = (tensor[:16] for tensor in regression_rows().tensors)
 QUICK = ("1-no-4", "3-bf16-1", "3-fp16-4")
 CELLS = ("-".join(cell) for cell in itertools.product("0123", ("no", "bf16", "fp16"), "14"))
 REST = tuple(cell for cell in CELLS if cell not in QUICK)
@@ -53,11 +61,11 @@ def test_two_ranks_train_as_under_ddp_and_go_on_from_a_state(cell: str, cases: C
     """Accumulation, clipping, a scheduler, mixed precision, evaluation over all ranks."""
     found = torch.load(cases(cell) / f"{cell}.pt", weights_only=True)
     ddp, zero, resumed = (found[name] for name in ("ddp", "zero", "resumed"))
-    assert moved(zero["weights"]) > 1e-2
-    assert distance(ddp["weights"], zero["weights"]) < BOUND
+    assert distance_from_start(zero["weights"]) > 1e-2
+    assert max_difference(ddp["weights"], zero["weights"]) < BOUND
     assert zero["loss"] == pytest.approx(ddp["loss"], abs=BOUND)
     assert zero["rates"] == zero["last"] == ddp["last"] != [1e-2]
-    assert distance(resumed["weights"], zero["weights"]) == 0
+    assert max_difference(resumed["weights"], zero["weights"]) == 0
     assert resumed["rates"] == zero["rates"]
 
 
@@ -68,7 +76,7 @@ def test_accumulation_sends_once_a_step_where_gradients_are_kept_unsharded(
 ) -> None:
     """An epoch has six batches a rank, so a step of four is followed by one of two."""
     found = torch.load(cases(cell) / f"{cell}.pt", weights_only=True)
-    foreseen = npuzero.predict(net(), int(cell[0]), world=2, micro_batches=passes).bytes_sent
+    foreseen = npuzero.predict(build_framework_net(), int(cell[0]), world=2, micro_batches=passes).bytes_sent
     assert found["zero"]["sent"]["reduce_scatter"] == foreseen["reduce_scatter"] > 0
 
 
@@ -77,20 +85,20 @@ def test_a_state_of_two_ranks_goes_on_on_one(
     cases: Callable[[str], Path], accelerator: Callable[..., ZeroAccelerator]
 ) -> None:
     folder = cases(QUICK[0])
-    one = Training(accelerator(zero={"stage": 2}, gradient_accumulation_steps=4))
+    one = AccelerateTraining(accelerator(zero={"stage": 2}, gradient_accumulation_steps=4))
     one.accelerator.load_state(str(folder / f"{QUICK[0]}.state"))
     saved = torch.load(folder / f"{QUICK[0]}.pt", weights_only=True)["resumed"]["saved"]
-    assert distance(one.accelerator.get_state_dict(one.model), saved) == 0
+    assert max_difference(one.accelerator.get_state_dict(one.model), saved) == 0
     assert one.scheduler.get_last_lr() != [1e-2]
     one.epoch()
-    assert distance(one.accelerator.get_state_dict(one.model), saved) > 1e-3
+    assert max_difference(one.accelerator.get_state_dict(one.model), saved) > 1e-3
 
 
 def test_there_is_no_wrapper_and_the_order_of_prepare_does_not_matter(
     accelerator: Callable[..., ZeroAccelerator],
 ) -> None:
     made = accelerator()
-    plain = net()
+    plain = build_framework_net()
     optimizer, model = made.prepare(torch.optim.AdamW(plain.parameters()), plain)
     assert model is plain and made.unwrap_model(model) is plain and adopt.is_sharded(plain)
     assert isinstance(optimizer.optimizer, npuzero.AdamW)
@@ -104,14 +112,14 @@ def test_there_is_no_wrapper_and_the_order_of_prepare_does_not_matter(
 
 def test_a_model_for_evaluation_stays_whole_until_it_is_to_train(accelerator: Callable[..., ZeroAccelerator]) -> None:
     made = accelerator()
-    model = made.prepare_model(net(), evaluation_mode=True)
+    model = made.prepare_model(build_framework_net(), evaluation_mode=True)
     assert not adopt.is_sharded(model) and model.state_dict()
     assert adopt.is_sharded(made.prepare(model))
 
 
 def test_a_scheduler_comes_with_its_optimizer(accelerator: Callable[..., ZeroAccelerator]) -> None:
     made = accelerator()
-    model = made.prepare(net())
+    model = made.prepare(build_framework_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with pytest.raises(npuzero.ConfigError, match="nobody has prepared"):
@@ -125,11 +133,17 @@ def test_weights_are_saved_as_safetensors_in_files_of_a_size(
     size: str | int, accelerator: Callable[..., ZeroAccelerator], tmp_path: Path
 ) -> None:
     made = accelerator()
-    model = made.prepare(net())
+    model = made.prepare(build_framework_net())
     made.save_model(model, tmp_path, max_shard_size=size)
     files = list(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) == (size == 1000)
-    assert distance({name: value for file in files for name, value in load_file(file).items()}, net().state_dict()) == 0
+    assert (
+        max_difference(
+            {name: value for file in files for name, value in load_file(file).items()},
+            build_framework_net().state_dict(),
+        )
+        == 0
+    )
 
 
 def test_what_a_script_registers_is_saved_beside(accelerator: Callable[..., ZeroAccelerator], tmp_path: Path) -> None:
@@ -143,7 +157,7 @@ def test_what_a_script_registers_is_saved_beside(accelerator: Callable[..., Zero
             self.count = state["count"]
 
     made = accelerator()
-    model, counter, seen = made.prepare(net()), Counter(), []
+    model, counter, seen = made.prepare(build_framework_net()), Counter(), []
     teacher = made.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     made.register_for_checkpointing(counter)
     made.register_save_state_pre_hook(lambda models, weights, folder: seen.append((models, len(weights), folder)))
@@ -163,14 +177,14 @@ def test_two_optimizers_of_one_model_are_saved_and_loaded(
     accelerator: Callable[..., ZeroAccelerator], tmp_path: Path
 ) -> None:
     def training() -> tuple[ZeroAccelerator, nn.Module, list[Any]]:
-        made, model = accelerator(), net()
+        made, model = accelerator(), build_framework_net()
         first, rest = list(model[0].parameters()), [p for block in model[1:] for p in block.parameters()]
         parts = (torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2))
         model, *optimizers = made.prepare(model, *parts)
         return made, model, optimizers
 
     def steps(made: ZeroAccelerator, model: nn.Module, optimizers: list[Any]) -> None:
-        for inputs, targets in loader():
+        for inputs, targets in build_regression_loader():
             made.backward(nn.functional.mse_loss(model(inputs), targets))
             for optimizer in optimizers:
                 optimizer.step()
@@ -183,13 +197,13 @@ def test_two_optimizers_of_one_model_are_saved_and_loaded(
     second = training()
     second[0].load_state(str(tmp_path))
     steps(*second)
-    assert distance(first[0].get_state_dict(first[1]), second[0].get_state_dict(second[1])) == 0
+    assert max_difference(first[0].get_state_dict(first[1]), second[0].get_state_dict(second[1])) == 0
 
 
 def test_a_step_that_overflows_is_told_and_no_step_of_the_schedule(
     accelerator: Callable[..., ZeroAccelerator],
 ) -> None:
-    training = Training(accelerator(mixed_precision="fp16"))
+    training = AccelerateTraining(accelerator(mixed_precision="fp16"))
     made, model = training.accelerator, training.model
     inputs, targets = next(iter(training.loader))
     skipped = []
@@ -206,7 +220,7 @@ def test_a_step_that_overflows_is_told_and_no_step_of_the_schedule(
 
 def test_clipping_is_of_the_parameters_that_are_given(accelerator: Callable[..., ZeroAccelerator]) -> None:
     made = accelerator()
-    reference = net()
+    reference = build_framework_net()
     model = made.prepare(copy.deepcopy(reference))
     for each in (model, reference):
         nn.functional.mse_loss(each(INPUTS), TARGETS).backward()
@@ -224,7 +238,7 @@ def test_clipping_is_of_the_parameters_that_are_given(accelerator: Callable[...,
 
 def test_uneven_inputs_are_refused(accelerator: Callable[..., ZeroAccelerator]) -> None:
     made = accelerator()
-    model = made.prepare(net())
+    model = made.prepare(build_framework_net())
     with made.join_uneven_inputs([model]):
         model(INPUTS)
     with pytest.raises(npuzero.ConfigError, match="as many batches"), made.join_uneven_inputs([model], False):
@@ -254,7 +268,7 @@ def test_buffers_are_rank_0s_unless_ddp_would_leave_them(accelerator: Callable[.
         made = accelerator(**options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adopt, "zero", lambda model, **options: asked.append(options["buffers"]) or model)
-            made.prepare_model(net())
+            made.prepare_model(build_framework_net())
     assert asked == ["broadcast", None, "average"]
 
 
@@ -267,7 +281,12 @@ def test_the_example_of_its_docstring_runs(
     accelerator: Callable[..., ZeroAccelerator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = net()
-    names = {"ZeroAccelerator": accelerator, "model": model, "loader": loader(), "loss_of": nn.functional.mse_loss}
-    exec(example_of(ZeroAccelerator), names | {"optimizer": torch.optim.AdamW(model.parameters())})
+    model = build_framework_net()
+    names = {
+        "ZeroAccelerator": accelerator,
+        "model": model,
+        "loader": build_regression_loader(),
+        "loss_of": nn.functional.mse_loss,
+    }
+    exec(find_example(ZeroAccelerator), names | {"optimizer": torch.optim.AdamW(model.parameters())})
     assert (tmp_path / "weights" / "model.safetensors").is_file()

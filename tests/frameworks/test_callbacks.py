@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from frameworks.toys import BOUND, ROOT, distance, launch
+from frameworks.toys import BOUND, ROOT, launch_torchrun, max_difference
 
 pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
 
@@ -26,8 +26,8 @@ def test_they_do_what_they_do_under_ddp(name: str, cases: Callable[[str], Path])
     """What is trained, what is validated, and what a checkpoint has for those who validate it."""
     found = torch.load(cases(name) / f"{name}.pt", weights_only=True)
     ddp, zero = found["ddp"], found["zero"]
-    assert distance(zero["weights"], zero["begun"]) > 1e-3
-    assert distance(zero["weights"], ddp["weights"]) < BOUND
+    assert max_difference(zero["weights"], zero["begun"]) > 1e-3
+    assert max_difference(zero["weights"], ddp["weights"]) < BOUND
     assert zero["validated"] == pytest.approx(ddp["validated"], abs=BOUND)
     assert zero["rates"] == ddp["rates"]
 
@@ -38,10 +38,10 @@ def test_they_go_on_from_a_checkpoint(name: str, cases: Callable[[str], Path]) -
     """As under DDP, which leaves frozen what had thawed; ``on_fit_start`` finds the checkpoint's weights."""
     found = torch.load(cases(name) / f"{name}.pt", weights_only=True)
     ddp = found["ddp resumed"]
-    assert distance(ddp["begun"], found["ddp"]["begun"]) > 1e-3
+    assert max_difference(ddp["begun"], found["ddp"]["begun"]) > 1e-3
     zero = found["resumed"]
-    assert distance(zero["begun"], ddp["begun"]) < BOUND
-    assert distance(zero["weights"], ddp["weights"]) < BOUND
+    assert max_difference(zero["begun"], ddp["begun"]) < BOUND
+    assert max_difference(zero["weights"], ddp["weights"]) < BOUND
     assert zero["rates"] == ddp["rates"]
     assert zero["validated"] == pytest.approx(ddp["validated"], abs=BOUND)
 
@@ -56,20 +56,20 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 
 import npuzero
-from frameworks.lightning_ranks import Regression
-from frameworks.toys import loader
+from frameworks.lightning_ranks import RegressionModule
+from frameworks.toys import build_regression_loader
 from npuzero.lightning import ZeroStrategy
 
 SILENT = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def fit(callbacks, zero=None, checkpoint=None, epochs=1):
-    module = Regression()
+    module = RegressionModule()
     trainer = Trainer(
         accelerator="cpu", devices=1, strategy=ZeroStrategy(zero=zero), max_epochs=epochs, callbacks=callbacks,
         default_root_dir=sys.argv[1], **SILENT,
     )
-    trainer.fit(module, loader(), ckpt_path=checkpoint)
+    trainer.fit(module, build_regression_loader(), ckpt_path=checkpoint)
     return trainer, module
 
 
@@ -101,4 +101,4 @@ print("as it should be")
 def test_plans_that_round_or_lag_are_refused_and_a_late_average_begins_at_the_checkpoint(tmp_path: Path) -> None:
     """At once, by the name of the callback, whose methods are its own again."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    assert "as it should be" in launch(tmp_path / "program.py", tmp_path / "run", ranks=1)
+    assert "as it should be" in launch_torchrun(tmp_path / "program.py", tmp_path / "run", ranks=1)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-5
 
 
-def net() -> nn.Sequential:
+def build_framework_net() -> nn.Sequential:
     """The same values wherever it is made."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -25,27 +25,27 @@ def net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), *blocks, nn.Linear(8, 2))
 
 
-def rows(count: int = 48) -> TensorDataset:
+def regression_rows(count: int = 48) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     return TensorDataset(torch.randn(count, 4, generator=generator), torch.randn(count, 2, generator=generator))
 
 
-def loader(batch: int = 4) -> DataLoader:
-    return DataLoader(rows(), batch_size=batch)
+def build_regression_loader(batch: int = 4) -> DataLoader:
+    return DataLoader(regression_rows(), batch_size=batch)
 
 
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def max_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest difference of any element; the names are the same."""
     assert one.keys() == other.keys() and len(one) > 0
     return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
 
-def moved(state: Mapping[str, Tensor]) -> float:
+def distance_from_start(state: Mapping[str, Tensor]) -> float:
     """How far training has come from where it began."""
-    return distance(state, net().state_dict())
+    return max_difference(state, build_framework_net().state_dict())
 
 
-def launch(program: Path, *arguments: object, ranks: int = 2) -> str:
+def launch_torchrun(program: Path, *arguments: object, ranks: int = 2) -> str:
     """What the ranks print: `program` under torchrun, or by python alone; fails where one does."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     ended = subprocess.run(

@@ -14,14 +14,14 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import PlainSession, Session
 
 FILE = Path(__file__).with_name("toy_losses.json")
 STEPS, RANKS = 20, 2
 
 
-def losses_of(session: Session) -> list[float]:
+def session_losses(session: Session) -> list[float]:
     """Loss of each step, mean over the ranks whose data the session sees."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-8, weight_decay=0.1)
     losses = []
@@ -35,10 +35,10 @@ def losses_of(session: Session) -> list[float]:
     return losses
 
 
-def plain() -> list[float]:
-    return losses_of(PlainSession(build(), range(RANKS), RANKS))
+def plain_golden_losses() -> list[float]:
+    return session_losses(PlainSession(build_seeded_model(), range(RANKS), RANKS))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    FILE.write_text(json.dumps(plain(), indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(plain_golden_losses(), indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from images.dockerfile import Settings, instructions, left_out, options
+from images.dockerfile import ImageSettings, make_copy_filter, parse_instruction_options, parse_instructions
 
 TOOLS = ("debootstrap", "unshare", "chroot", "apt-get")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -30,7 +30,7 @@ STEP_S = 3600.0
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
-class Image:
+class ChrootImage:
     """A root file system that instructions are performed in.
 
     Args:
@@ -40,7 +40,7 @@ class Image:
     """
 
     def __init__(self, root: Path, context: Path, ignored: Callable[[str, list[str]], set[str]]) -> None:
-        self.settings = Settings()
+        self.settings = ImageSettings()
         self._root, self._context, self._ignored = root, context, ignored
         self._lent = pip_settings() | {name: os.environ[name] for name in PROXIES if name in os.environ}
         self._bound = [Path("/etc/resolv.conf"), Path("/etc/hosts"), *named_paths(self._lent.values())]
@@ -78,7 +78,7 @@ class Image:
         wanted = re.fullmatch(r"python:(3\.\d+)(-slim)?", self.settings.filled(text))
         if wanted is None:
             raise ValueError(f"FROM {text}: only python:3.N and python:3.N-slim can be made here")
-        suite, mirror = debian()
+        suite, mirror = find_debian()
         packages = "--include=python3,python3-dev,python3-venv,ca-certificates"
         subprocess.run(["debootstrap", "--variant=minbase", packages, suite, self._root, mirror], check=True)
         says = "import sys; sys.exit('%d.%d' % sys.version_info[:2] != sys.argv[1])"
@@ -90,7 +90,7 @@ class Image:
             raise SystemExit(f"exit status {status}: RUN {text}")
 
     def _copy(self, text: str) -> None:
-        named, (*sources, target) = options(text)
+        named, (*sources, target) = parse_instruction_options(text)
         there = self._root / os.path.join(self.settings.folder, target).lstrip("/")
         for source in sources:
             shutil.copytree(self._context / source, there, symlinks=True, ignore=self._ignored, dirs_exist_ok=True)
@@ -128,7 +128,7 @@ class Image:
 MOUNTS = {"proc": "proc", "sysfs": "sys", "tmpfs": "dev/shm"}
 
 
-def debian() -> tuple[str, str]:
+def find_debian() -> tuple[str, str]:
     """This machine's Debian: its suite, and the mirror that apt is configured for."""
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = release["VERSION_CODENAME"].strip('"')
@@ -157,11 +157,11 @@ def named_paths(values: Iterable[str]) -> list[Path]:
     return sorted(found)
 
 
-def build(dockerfile: Path, root: Path) -> Image:
+def build_chroot_image(dockerfile: Path, root: Path) -> ChrootImage:
     """The image of a Dockerfile, whose context is the folder above its own."""
     context = dockerfile.resolve().parent.parent
-    image = Image(root, context, left_out(dockerfile.with_name(f"{dockerfile.name}.dockerignore")))
-    for name, text in instructions(dockerfile.read_text()):
+    image = ChrootImage(root, context, make_copy_filter(dockerfile.with_name(f"{dockerfile.name}.dockerignore")))
+    for name, text in parse_instructions(dockerfile.read_text()):
         image.perform(name, text)
     return image
 
@@ -177,7 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="image") as folder:
         root = Path(folder, "root")
         root.mkdir()
-        image = build(given.dockerfile, root)
+        image = build_chroot_image(given.dockerfile, root)
         words = [*image.settings.entrypoint, *(given.command or image.settings.command)]
         print(f"==> {shlex.join(words)}", flush=True)
         sys.exit(image.run(words))

@@ -12,7 +12,7 @@ from string import Template
 
 
 @dataclass
-class Settings:
+class ImageSettings:
     """What earlier instructions have said for later ones, and for the container's command."""
 
     arguments: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Settings:
         return tuple(json.loads(text)) if text.startswith("[") else (*self.shell, text)
 
 
-def instructions(text: str) -> Iterator[tuple[str, str]]:
+def parse_instructions(text: str) -> Iterator[tuple[str, str]]:
     """Each instruction's name and what it says, on one line, in order."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
@@ -44,14 +44,14 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
             yield name.upper(), rest.strip()
 
 
-def options(text: str) -> tuple[dict[str, str], list[str]]:
+def parse_instruction_options(text: str) -> tuple[dict[str, str], list[str]]:
     """The ``--name=value`` at the beginning of an instruction, and its other words."""
     words = shlex.split(text)
     named = {name: value for name, _, value in (word[2:].partition("=") for word in words if word.startswith("--"))}
     return named, [word for word in words if not word.startswith("--")]
 
 
-def left_out(path: Path) -> Callable[[str, list[str]], set[str]]:
+def make_copy_filter(path: Path) -> Callable[[str, list[str]], set[str]]:
     """What shutil.copytree shall leave out of the folder ``path`` lies below, by that file (a .dockerignore)."""
     patterns = [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     strange = [pattern for pattern in patterns if pattern.startswith("!") or "/" in pattern.removeprefix("**/")]

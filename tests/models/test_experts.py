@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import npuzero
-from models.training import Loop, stirred
-from models.zoo import batch_of
-from world.train import Session, State, check
+from models.training import TransformersLoop, make_stirred_model
+from models.zoo import zoo_batch
+from world.train import Session, State, check_equals_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 
 WIDTH, EXPERTS = 16, 4
 
 
-class Experts(nn.Module):
+class ExpertList(nn.Module):
     """A list of experts; each sample goes to one, and an expert without samples is not called."""
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Experts(nn.Module):
         return out
 
 
-class Mixture(nn.Module):
+class MixtureModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+        self.blocks = nn.ModuleList(ExpertList() for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def train_mixture(session: Session, route: str) -> State:
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_that_no_sample_needs(route: str, plan: str) -> None:
-    check(partial(train_mixture, route=route), 2, Mixture, plan=plan)
+    check_equals_plain(partial(train_mixture, route=route), 2, MixtureModel, plan=plan)
 
 
 def train_on_one_token(session: Session) -> State:
@@ -83,7 +83,7 @@ def train_on_one_token(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
     def loss(step: int, rank: int) -> Tensor:
-        tokens = torch.full_like(batch_of(session.model, step, 0, rank)["input_ids"], 5 + rank)
+        tokens = torch.full_like(zoo_batch(session.model, step, 0, rank)["input_ids"], 5 + rank)
         return session.model(input_ids=tokens, labels=tokens).loss
 
     for step in range(4):
@@ -96,10 +96,15 @@ def train_on_one_token(session: Session) -> State:
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_experts_within_one_weight(plan: str) -> None:
     """Mixtral's experts are rows of one 3-D weight: those left out have gradients of zero, as in plain torch."""
-    check(train_on_one_token, 2, stirred("mixtral", num_local_experts=8), plan=plan)
+    check_equals_plain(train_on_one_token, 2, make_stirred_model("mixtral", num_local_experts=8), plan=plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 def test_experts_with_gradient_checkpointing(plan: str) -> None:
-    check(Loop(checkpointing=True, micro_batches=2), 3, stirred("mixtral", num_local_experts=8), plan=plan)
+    check_equals_plain(
+        TransformersLoop(checkpointing=True, micro_batches=2),
+        3,
+        make_stirred_model("mixtral", num_local_experts=8),
+        plan=plan,
+    )

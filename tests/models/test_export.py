@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import npuzero
-from models.training import stirred
-from models.zoo import ZOO, batch_of
+from models.training import make_stirred_model
+from models.zoo import ZOO, zoo_batch
 from npuzero import comm
 from npuzero.checkpoint import export as exporting
 from npuzero.checkpoint import latest, save
@@ -27,22 +27,22 @@ from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError, StorageError
 from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
-from world.test_state import Normalized
-from world.toy import ToyGPT, build, loss_of, tokens_of
+from world.test_state import NormalizedModel
+from world.toy import ToyGPT, build_seeded_model, toy_loss, toy_tokens
 from world.train import State, assert_same_bits
 
 AUTO = {"vit": AutoModelForImageClassification, "t5": AutoModelForSeq2SeqLM}
 
 
-def trained(world: World, name: str, **options: Any) -> Any:
+def train_for_export(world: World, name: str, **options: Any) -> Any:
     """A cut model after one step."""
-    model = npuzero.zero(build(make=stirred(name)), world=world, **options)
-    model(**batch_of(model, 0, 0, world.rank)).loss.backward()
+    model = npuzero.zero(build_seeded_model(make=make_stirred_model(name)), world=world, **options)
+    model(**zoo_batch(model, 0, 0, world.rank)).loss.backward()
     npuzero.AdamW(model.parameters(), lr=1e-2).step()
     return model
 
 
-def by_transformers(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_by_transformers(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model that transformers loads from ``folder``; it must find every weight there."""
     ZOO[name]().config.save_pretrained(folder)
     kind = AUTO.get(name, AutoModelForCausalLM)
@@ -54,19 +54,19 @@ def by_transformers(name: str, folder: Path, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("name", ZOO)
 def test_transformers_loads_what_is_exported(name: str, tmp_path: Path) -> None:
     def rank(world: World) -> State:
-        model = trained(world, name, plan="zero3")
+        model = train_for_export(world, name, plan="zero3")
         npuzero.export(model, tmp_path)
         return npuzero.full_state_dict(model, rank0_only=False)
 
     expected = comm.run_threads(2, rank)[0]
-    loaded = by_transformers(name, tmp_path)
+    loaded = load_by_transformers(name, tmp_path)
     assert_same_bits({key: value.detach() for key, value in loaded.state_dict().items()}, expected)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "t5"])
 def test_several_files_and_their_index(name: str, tmp_path: Path) -> None:
     def rank(world: World) -> State:
-        model = trained(world, name, plan="zero3")
+        model = train_for_export(world, name, plan="zero3")
         npuzero.export(model, tmp_path, file_bytes=10_000)
         return npuzero.full_state_dict(model, rank0_only=False)
 
@@ -81,17 +81,17 @@ def test_several_files_and_their_index(name: str, tmp_path: Path) -> None:
             assert {index["weight_map"][key] for key in opened.keys()} == {file}  # noqa: SIM118
         tensors = load_file(tmp_path / file).values()
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors) <= 10_000
-    loaded = by_transformers(name, tmp_path)
+    loaded = load_by_transformers(name, tmp_path)
     assert_same_bits({key: value.detach() for key, value in loaded.state_dict().items()}, expected)
 
 
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
-@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, Normalized])
+@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, NormalizedModel])
 def test_every_plan_exports_the_same_bits(make: Any, plan: str, tmp_path: Path) -> None:
     """Scalars, empty and tied tensors, buffers of several dtypes; pieces that cross the ranks' shards."""
 
     def rank(world: World) -> State:
-        model = npuzero.zero(build(make=make), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_seeded_model(make=make), plan=plan, local_size=2, world=world)
         npuzero.export(model, tmp_path)
         return npuzero.full_state_dict(model, rank0_only=False)
 
@@ -111,7 +111,7 @@ def test_dtypes(tmp_path: Path) -> None:
     """bfloat16 parameters go out as they are, or as the float32 masters that they are rounded from."""
 
     def rank(world: World) -> State:
-        model = trained(world, "llama", plan="zero3", precision="bf16")
+        model = train_for_export(world, "llama", plan="zero3", precision="bf16")
         for dtype in (None, "fp32", torch.bfloat16):
             npuzero.export(model, tmp_path / str(dtype), dtype=dtype)
         masters = {}
@@ -130,7 +130,7 @@ def test_dtypes(tmp_path: Path) -> None:
 
 def test_some_tensors_by_other_names_in_one_file(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         npuzero.export(
             model,
             tmp_path / "deep" / "norms.safetensors",
@@ -138,7 +138,7 @@ def test_some_tensors_by_other_names_in_one_file(tmp_path: Path) -> None:
         )
 
     comm.run_threads(2, rank)
-    expected = {f"my.{name}": value for name, value in build().state_dict().items() if "norm" in name}
+    expected = {f"my.{name}": value for name, value in build_seeded_model().state_dict().items() if "norm" in name}
     assert_same_bits(load_file(tmp_path / "deep" / "norms.safetensors"), expected)
 
 
@@ -147,7 +147,7 @@ def test_an_older_export_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         for file_bytes in (4_000, 6_000, 10**9, 4_000):
             npuzero.export(model, tmp_path, file_bytes=file_bytes)
             if world.rank == 0:
@@ -171,10 +171,10 @@ def test_a_full_disk_is_an_error_on_every_rank(fails: str, tmp_path: Path, monke
     monkeypatch.setattr(*{"write": (os, "fsync", full), "replace": (os, "replace", full)}[fails])
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         with pytest.raises(StorageError, match="No space left"):
             npuzero.export(model, tmp_path, file_bytes=4_000)
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()  # the ranks are still together
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()  # the ranks are still together
 
     comm.run_threads(2, rank)
     assert not list(tmp_path.iterdir())
@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank(fails: str, tmp_path: Pa
     """The kernel's own error, which comes when a buffer is written out; nothing is left, nor the folder."""
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         several = fails != ".model.safetensors.partial"
         names = [".model.safetensors.partial"]
         if several:
@@ -201,7 +201,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank(fails: str, tmp_path: Pa
         world.exchange(None)
         with pytest.raises(StorageError, match="No space left"):
             npuzero.export(model, tmp_path / "out", **{"file_bytes": 4_000} if several else {})
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()  # the ranks are still together
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()  # the ranks are still together
 
     comm.run_threads(2, rank, timeout_s=20.0)
     assert not list((tmp_path / "out").iterdir())
@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path
     (tmp_path / "file").write_text("a file")
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         for place in (
             tmp_path / "file" / "below",
             tmp_path / ("x" * 300),
@@ -226,7 +226,7 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         with pytest.raises(ConfigError, match="dtype"):
             npuzero.export(model, tmp_path, dtype="int8")
         with pytest.raises(ConfigError, match="file_bytes"):
@@ -234,7 +234,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="twice"):
             npuzero.export(model, tmp_path, rename=lambda name: "one")
         with pytest.raises(StateError, match=r"npuzero\.zero"):
-            npuzero.export(build(), tmp_path)
+            npuzero.export(build_seeded_model(), tmp_path)
 
     comm.run_threads(2, rank)
     assert not list(tmp_path.iterdir())
@@ -248,7 +248,7 @@ def test_the_command_exports_a_checkpoint(precision: Any, tmp_path: Path, capsys
     """Without the model's class; the last checkpoint of the run; what is tied once."""
 
     def rank(world: World) -> None:
-        model = trained(world, "t5", plan="zero3", precision=precision)
+        model = train_for_export(world, "t5", plan="zero3", precision=precision)
         save(tmp_path / "run", model, step=1)
         npuzero.export(model, tmp_path / "live", dtype="fp32")
 
@@ -258,19 +258,19 @@ def test_the_command_exports_a_checkpoint(precision: Any, tmp_path: Path, capsys
     assert "tensors" in capsys.readouterr().out
     expected = load_file(tmp_path / "live" / "model.safetensors")
     assert_same_bits(load_file(tmp_path / "whole" / "model.safetensors"), expected)
-    by_transformers("t5", tmp_path / "whole")
+    load_by_transformers("t5", tmp_path / "whole")
     assert main(["export", str(latest(tmp_path / "run")), str(tmp_path / "low.safetensors"), "--dtype", "bf16"]) == 0
     low = load_file(tmp_path / "low.safetensors")
     assert_same_bits(low, {name: value.bfloat16() for name, value in expected.items()})
     assert main(["export", *files, "--file-bytes", "1e4"]) == 0
     assert len(list((tmp_path / "whole").glob("model-*-of-*.safetensors"))) > 2
-    by_transformers("t5", tmp_path / "whole")
+    load_by_transformers("t5", tmp_path / "whole")
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "CheckpointError" in capsys.readouterr().err
-    model = npuzero.zero(build(), 0, world=comm.SingleWorld())
+    model = npuzero.zero(build_seeded_model(), 0, world=comm.SingleWorld())
     save(tmp_path, model, step=3)
     data = max(latest(tmp_path).iterdir(), key=lambda path: path.stat().st_size)
     raw = bytearray(data.read_bytes())
@@ -281,14 +281,14 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-class Noted(nn.Linear):
+class NotedLinear(nn.Linear):
     def get_extra_state(self) -> str:
         return "more"
 
 
 def test_an_extra_state_is_refused_or_left_out(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(Noted(2, 2), plan="zero3", world=world)
+        model = npuzero.zero(NotedLinear(2, 2), plan="zero3", world=world)
         with pytest.raises(ConfigError, match="extra state"):
             npuzero.export(model, tmp_path)
         npuzero.export(model, tmp_path, rename=lambda name: None if name == "_extra_state" else name)

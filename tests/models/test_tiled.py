@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import npuzero
-from models.training import Loop, stirred
+from models.training import TransformersLoop, make_stirred_model
 from models.zoo import ZOO
 from npuzero import ConfigError, comm
 from npuzero.comm import World
-from world.toy import build
-from world.train import CutSession, State, assert_close, run_plain
+from world.toy import build_seeded_model
+from world.train import CutSession, State, assert_states_close, run_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 
@@ -28,22 +28,24 @@ TILES = {
 @pytest.mark.parametrize(
     ("name", "loop"),
     [
-        ("llama", Loop(steps=3)),
-        ("llama", Loop(steps=3, checkpointing=True)),
-        ("t5", Loop(steps=3, clip=0.5)),
-        pytest.param("vit", Loop(steps=3), marks=pytest.mark.slow),
+        ("llama", TransformersLoop(steps=3)),
+        ("llama", TransformersLoop(steps=3, checkpointing=True)),
+        ("t5", TransformersLoop(steps=3, clip=0.5)),
+        pytest.param("vit", TransformersLoop(steps=3), marks=pytest.mark.slow),
     ],
     ids=["llama", "llama, activation checkpointing", "t5", "vit"],
 )
-def test_models_train_in_tiles(name: str, loop: Loop) -> None:
+def test_models_train_in_tiles(name: str, loop: TransformersLoop) -> None:
     def rank(world: World) -> State:
-        session = CutSession(npuzero.tiled(build(make=stirred(name)), TILES[name]), world, stage=3)
+        session = CutSession(
+            npuzero.tiled(build_seeded_model(make=make_stirred_model(name)), TILES[name]), world, stage=3
+        )
         loop(session)
         return session.state()
 
-    expected = run_plain(loop, 2, stirred(name))
+    expected = run_plain(loop, 2, make_stirred_model(name))
     for state in comm.run_threads(2, rank):
-        assert_close(state, expected)
+        assert_states_close(state, expected)
 
 
 def test_a_model_on_meta_is_initialised_by_its_own_rule() -> None:

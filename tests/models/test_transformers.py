@@ -11,14 +11,14 @@ from torch import Tensor
 
 import npuzero
 from models.model_ranks import train_models
-from models.training import Loop, stirred
-from models.zoo import ZOO, batch_of
+from models.training import TransformersLoop, make_stirred_model
+from models.zoo import ZOO, zoo_batch
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.shard.discover import discover
-from world.comm_ranks import run_ranks, values
-from world.toy import build
-from world.train import check, relative_difference
+from npuzero.shard.discover import discover_units
+from world.comm_ranks import rank_results, run_comm_ranks
+from world.toy import build_seeded_model
+from world.train import check_equals_plain, relative_difference
 
 # What PEFT and most scripts call, by a name that transformers is about to change.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:
 every_model = pytest.mark.parametrize("name", ZOO)
 
 
-def some(quick: tuple[Any, ...], every: tuple[Any, ...]) -> list[Any]:
+def mark_slow_values(quick: tuple[Any, ...], every: tuple[Any, ...]) -> list[Any]:
     """All values of a parameter, those that are not ``quick`` marked as slow."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in every]
 
 
-every_plan = pytest.mark.parametrize("plan", some(("zero2", "zero3"), npuzero.PRESETS))
-every_cut_plan = pytest.mark.parametrize("plan", some(("zero3",), ("zero3", "zero3-keep", "hpz", "hsdp")))
-every_size = pytest.mark.parametrize("size", some((2,), (1, 2, 3)))
+every_plan = pytest.mark.parametrize("plan", mark_slow_values(("zero2", "zero3"), npuzero.PRESETS))
+every_cut_plan = pytest.mark.parametrize("plan", mark_slow_values(("zero3",), ("zero3", "zero3-keep", "hpz", "hsdp")))
+every_size = pytest.mark.parametrize("size", mark_slow_values((2,), (1, 2, 3)))
 
 UNITS = {
     "gpt2": ["transformer.h.0", "transformer.h.1"],
@@ -50,7 +50,7 @@ TIED = {
 
 @every_model
 def test_the_blocks_are_found(name: str) -> None:
-    root, *units = discover(ZOO[name]())
+    root, *units = discover_units(ZOO[name]())
     assert [unit.name for unit in units] == UNITS[name]
     assert not [path for path, _ in root.parameters if path.startswith(tuple(f"{block}." for block in UNITS[name]))]
 
@@ -59,47 +59,49 @@ def test_the_blocks_are_found(name: str) -> None:
 @every_plan
 @every_size
 def test_training_equals_plain_torch(name: str, plan: str, size: int) -> None:
-    check(Loop(), size, stirred(name), plan=plan)
+    check_equals_plain(TransformersLoop(), size, make_stirred_model(name), plan=plan)
 
 
 @every_model
 @every_cut_plan
 @every_size
-@pytest.mark.parametrize("reentrant", some((False,), (False, True)))
+@pytest.mark.parametrize("reentrant", mark_slow_values((False,), (False, True)))
 def test_training_with_gradient_checkpointing(name: str, plan: str, size: int, reentrant: bool) -> None:
-    check(Loop(steps=4, checkpointing=True, reentrant=reentrant), size, stirred(name), plan=plan)
+    check_equals_plain(
+        TransformersLoop(steps=4, checkpointing=True, reentrant=reentrant), size, make_stirred_model(name), plan=plan
+    )
 
 
 @pytest.mark.slow
 @every_model
 @every_plan
 def test_micro_batches_and_clipping(name: str, plan: str) -> None:
-    check(Loop(micro_batches=3, clip=0.5), 3, stirred(name), plan=plan)
+    check_equals_plain(TransformersLoop(micro_batches=3, clip=0.5), 3, make_stirred_model(name), plan=plan)
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", some((), (1, 2, 3)))
+@pytest.mark.parametrize("size", mark_slow_values((), (1, 2, 3)))
 def test_training_in_processes(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, train_models, tuple(ZOO), npuzero.PRESETS, folder=tmp_path, limit_s=200.0))
+    rank_results(run_comm_ranks(size, train_models, tuple(ZOO), npuzero.PRESETS, folder=tmp_path, limit_s=200.0))
 
 
 @pytest.mark.world
 def test_training_in_two_processes(tmp_path: Path) -> None:
-    values(run_ranks(2, train_models, ("gpt2", "t5"), ("zero3",), folder=tmp_path))
+    rank_results(run_comm_ranks(2, train_models, ("gpt2", "t5"), ("zero3",), folder=tmp_path))
 
 
 # -- between the steps -------------------------------------------------------------------------------------------------
 
 
 def after_a_step(world: World, name: str, plan: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = npuzero.zero(stirred(name)(), plan=plan, world=world, **options)
+    model = npuzero.zero(make_stirred_model(name)(), plan=plan, world=world, **options)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
-    step(model, optimizer, world, 0)
+    transformers_train_step(model, optimizer, world, 0)
     return model, optimizer
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, world: World, number: int) -> None:
-    model(**batch_of(model, number, 0, world.rank)).loss.backward()
+def transformers_train_step(model: Any, optimizer: torch.optim.Optimizer, world: World, number: int) -> None:
+    model(**zoo_batch(model, number, 0, world.rank)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -119,9 +121,9 @@ def test_generating_between_steps(name: str, plan: str) -> None:
     def rank(world: World) -> tuple[Tensor, Tensor]:
         model, optimizer = after_a_step(world, name, plan)
         plain = plain_twin(model, name)
-        prompt = batch_of(model, 5, 0, 0)["input_ids"]
+        prompt = zoo_batch(model, 5, 0, 0)["input_ids"]
         made = [m.eval().generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False) for m in (model, plain)]
-        step(model.train(), optimizer, world, 1)
+        transformers_train_step(model.train(), optimizer, world, 1)
         return made[0], made[1]
 
     for cut, whole in comm.run_threads(2, rank):
@@ -135,7 +137,7 @@ def test_evaluation(name: str, plan: str) -> None:
         model, _ = after_a_step(world, name, plan)
         plain = plain_twin(model, name)
         with torch.no_grad():
-            cut, whole = (m.eval()(**batch_of(m, 5, 0, world.rank)).logits for m in (model, plain))
+            cut, whole = (m.eval()(**zoo_batch(m, 5, 0, world.rank)).logits for m in (model, plain))
         return relative_difference(cut, whole)
 
     assert max(comm.run_threads(2, rank)) < 1e-6
@@ -151,7 +153,7 @@ def test_what_is_tied_stays_tied(name: str, plan: str) -> None:
         assert len({id(model.get_parameter(path)) for path in TIED[name]}) == 1
         state = npuzero.full_state_dict(model, rank0_only=False)
         assert len({id(state[path]) for path in TIED[name]}) == 1
-        step(model, npuzero.AdamW(model.parameters()), world, 1)
+        transformers_train_step(model, npuzero.AdamW(model.parameters()), world, 1)
 
     comm.run_threads(2, rank)
 
@@ -177,11 +179,13 @@ def test_bfloat16_parameters_learn(name: str, plan: str) -> None:
     """By zero()'s argument, float32 images and all: the batch it sees again and again is learned."""
 
     def rank(world: World) -> list[float]:
-        model = npuzero.zero(build(make=stirred(name)), plan=plan, world=world, precision="bf16")
+        model = npuzero.zero(
+            build_seeded_model(make=make_stirred_model(name)), plan=plan, world=world, precision="bf16"
+        )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         losses = []
         for _ in range(6):
-            loss = model(**batch_of(model, 0, 0, world.rank)).loss
+            loss = model(**zoo_batch(model, 0, 0, world.rank)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 
 import npuzero
 from models.test_transformers import every_plan
-from models.training import Loop, stirred
+from models.training import TransformersLoop, make_stirred_model
 from models.zoo import ZOO
 from npuzero import comm, observe
-from npuzero.checkpoint.weights import Weights, stored
+from npuzero.checkpoint.weights import Weights, parse_weights
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
-from world.test_state import Normalized, bits_of_plain
-from world.toy import ToyGPT, build
-from world.train import CutSession, State, assert_close, assert_same_bits, run_plain
+from world.test_state import NormalizedModel, bits_of_plain
+from world.toy import ToyGPT, build_seeded_model
+from world.train import CutSession, State, assert_same_bits, assert_states_close, run_plain
 
 
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return make()
 
 
-def save(model: nn.Module, path: Path, dtype: torch.dtype | None = None) -> Path:
+def save_safetensors(model: nn.Module, path: Path, dtype: torch.dtype | None = None) -> Path:
     """The model's tensors in one file, by one name each."""
     named = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in named.values()}, path)
@@ -46,12 +46,12 @@ def save(model: nn.Module, path: Path, dtype: torch.dtype | None = None) -> Path
 @every_plan
 def test_transformers_models_from_meta(name: str, plan: str, tmp_path: Path) -> None:
     """transformers writes, each rank reads what rests with it, and training goes as if from a plain model."""
-    source = build(make=stirred(name))
+    source = build_seeded_model(make=make_stirred_model(name))
     source.save_pretrained(tmp_path, save_original_format=False)
-    loop = Loop(steps=2)
+    loop = TransformersLoop(steps=2)
 
     def rank(world: World) -> tuple[State, State]:
-        model = on_meta(ZOO[name])
+        model = build_on_meta(ZOO[name])
         initialize = model._init_weights  # for buffers that no file has
         session = CutSession(model, world, plan=plan, weights=tmp_path, initialize=initialize)
         first = session.state() | {key: value.clone() for key, value in model.named_buffers()}
@@ -61,24 +61,24 @@ def test_transformers_models_from_meta(name: str, plan: str, tmp_path: Path) -> 
     expected = bits_of_plain(source) | dict(source.named_buffers())
     for first, last in comm.run_threads(2, rank):
         assert_same_bits(first, expected)
-        assert_close(last, run_plain(loop, 2, stirred(name)))
+        assert_states_close(last, run_plain(loop, 2, make_stirred_model(name)))
 
 
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
-@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, Normalized])
+@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, NormalizedModel])
 def test_every_plan_reads_the_same_bits(make: Any, plan: str, tmp_path: Path) -> None:
     """Also where the model has data of its own, and in another dtype than the files'."""
-    source = build(make=make)
-    path = save(source, tmp_path / "one.safetensors")
+    source = build_seeded_model(make=make)
+    path = save_safetensors(source, tmp_path / "one.safetensors")
 
     def rank(world: World) -> list[State]:
-        models = [build(seed=5, make=make)]
-        if make is not Normalized:  # whose scratch is in no file
-            models.append(on_meta(make))
+        models = [build_seeded_model(seed=5, make=make)]
+        if make is not NormalizedModel:  # whose scratch is in no file
+            models.append(build_on_meta(make))
         for model in models:
             npuzero.zero(model, plan=plan, local_size=2, world=world, weights=path)
         low = npuzero.zero(
-            build(seed=5, make=make), plan=plan, local_size=2, world=world, weights=path, precision="bf16"
+            build_seeded_model(seed=5, make=make), plan=plan, local_size=2, world=world, weights=path, precision="bf16"
         )
         low_state = npuzero.full_state_dict(low, rank0_only=False)
         expected = {name: value.bfloat16() for name, value in source.named_parameters(remove_duplicate=False)}
@@ -96,22 +96,24 @@ def test_every_plan_reads_the_same_bits(make: Any, plan: str, tmp_path: Path) ->
 
 
 def test_bfloat16_files_fill_float32_models(tmp_path: Path) -> None:
-    path = save(build(), tmp_path / "low.safetensors", torch.bfloat16)
+    path = save_safetensors(build_seeded_model(), tmp_path / "low.safetensors", torch.bfloat16)
 
     def rank(world: World) -> State:
-        return npuzero.full_state_dict(npuzero.zero(on_meta(ToyGPT), 3, world=world, weights=path), rank0_only=False)
+        return npuzero.full_state_dict(
+            npuzero.zero(build_on_meta(ToyGPT), 3, world=world, weights=path), rank0_only=False
+        )
 
-    expected = {name: value.bfloat16().float() for name, value in bits_of_plain(build()).items()}
+    expected = {name: value.bfloat16().float() for name, value in bits_of_plain(build_seeded_model()).items()}
     assert_same_bits(comm.run_threads(2, rank)[1], expected)
 
 
 def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
     """Under zero3 every byte of a parameter is read once, by the rank it rests with, buffers by all."""
-    path = save(build(), tmp_path / "model.safetensors")
+    path = save_safetensors(build_seeded_model(), tmp_path / "model.safetensors")
     seen = observe.Events()
 
     def rank(world: World) -> int:
-        model = npuzero.zero(on_meta(ToyGPT), 3, world=world, weights=path)
+        model = npuzero.zero(build_on_meta(ToyGPT), 3, world=world, weights=path)
         resting = 0
         for flat in (flat for unit in engine_of(model).units for flat in unit.flats):
             first, last = flat.rests.parameters.range
@@ -125,15 +127,15 @@ def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
         if event.category == "weights":
             read[event.rank] += event.facts["nbytes"]
     assert [read[rank] for rank in range(3)] == resting
-    parameters = sum(parameter.nbytes for parameter in build().parameters())
-    assert sum(resting) == parameters + 3 * build().seen.nbytes
+    parameters = sum(parameter.nbytes for parameter in build_seeded_model().parameters())
+    assert sum(resting) == parameters + 3 * build_seeded_model().seen.nbytes
     assert max(resting) < 0.5 * parameters
 
 
 # -- what no file has --------------------------------------------------------------------------------------------------
 
 
-class Plain(nn.Module):
+class SelfInitialisingModel(nn.Module):
     """Of torch's own modules alone, which initialise themselves."""
 
     def __init__(self) -> None:
@@ -162,14 +164,14 @@ def test_torchs_modules_initialise_themselves(plan: str) -> None:
     """As they would have been made: the same spread, zeros and ones where these belong, buffers too."""
 
     def rank(world: World) -> State:
-        model = npuzero.zero(on_meta(Plain), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_on_meta(SelfInitialisingModel), plan=plan, local_size=2, world=world)
         assert model.head.weight is model.embed.weight
         state = npuzero.full_state_dict(model, rank0_only=False)
         model(torch.arange(10).view(2, 5)).sum().backward()
         return state
 
     states = comm.run_threads(4, rank)
-    for name, value in build(make=Plain).state_dict().items():
+    for name, value in build_seeded_model(make=SelfInitialisingModel).state_dict().items():
         found = states[0][name]
         assert all(torch.equal(state[name], found) for state in states), name
         assert found.dtype == value.dtype
@@ -184,13 +186,13 @@ def test_transformers_initialises(name: str) -> None:
     """Its rules reach from outer modules into inner ones: GPT-2's projections, T5's attention."""
 
     def rank(world: World) -> State:
-        model = on_meta(ZOO[name])
+        model = build_on_meta(ZOO[name])
         npuzero.zero(model, 3, world=world, initialize=model._init_weights)
         return npuzero.full_state_dict(model, rank0_only=False)
 
     first, second = comm.run_threads(2, rank)
     assert_same_bits(first, second)
-    for key, value in build(make=ZOO[name]).state_dict().items():
+    for key, value in build_seeded_model(make=ZOO[name]).state_dict().items():
         if value.unique().numel() == 1:
             assert torch.equal(first[key], value), key
         else:
@@ -198,25 +200,27 @@ def test_transformers_initialises(name: str) -> None:
 
 
 def test_a_new_head_over_a_trained_body(tmp_path: Path) -> None:
-    path = save(build(make=Plain), tmp_path / "body.safetensors")
+    path = save_safetensors(build_seeded_model(make=SelfInitialisingModel), tmp_path / "body.safetensors")
 
     def make() -> nn.Module:
-        model = Plain()
+        model = SelfInitialisingModel()
         model.head = nn.Linear(16, 3)
         return model
 
     def rank(world: World) -> State:
         weights = Weights(path, rename=lambda name: None if name.startswith("head") else name, partial=True)
-        return npuzero.full_state_dict(npuzero.zero(on_meta(make), 3, world=world, weights=weights), rank0_only=False)
+        return npuzero.full_state_dict(
+            npuzero.zero(build_on_meta(make), 3, world=world, weights=weights), rank0_only=False
+        )
 
     state = comm.run_threads(2, rank)[1]
-    source = bits_of_plain(build(make=Plain))
+    source = bits_of_plain(build_seeded_model(make=SelfInitialisingModel))
     assert state["head.weight"].shape == (3, 16) and 0 < state["head.weight"].abs().max() <= 0.25
     kept = [name for name in state if not name.startswith("head")]
     assert_same_bits({name: state[name] for name in kept}, {name: source[name] for name in kept})
 
 
-class Rotary(nn.Module):
+class RotaryBuffer(nn.Module):
     """A buffer that is computed once, saved nowhere, and lost on meta."""
 
     def __init__(self) -> None:
@@ -234,17 +238,17 @@ class Rotary(nn.Module):
     ],
 )
 def test_buffers_that_are_lost_on_meta(initialize: Any, says: str, tmp_path: Path) -> None:
-    path = save(build(make=Rotary), tmp_path / "rotary.safetensors")
+    path = save_safetensors(build_seeded_model(make=RotaryBuffer), tmp_path / "rotary.safetensors")
 
     def rank(world: World) -> None:
         with pytest.raises(ConfigError, match=f"(?s){says}"):
-            npuzero.zero(on_meta(Rotary), 3, world=world, weights=path, initialize=initialize)
+            npuzero.zero(build_on_meta(RotaryBuffer), 3, world=world, weights=path, initialize=initialize)
 
         def again(module: nn.Module) -> None:
             if hasattr(module, "frequencies"):
                 module.frequencies.copy_(torch.arange(4.0))
 
-        model = npuzero.zero(on_meta(Rotary), 3, world=world, weights=path, initialize=again)
+        model = npuzero.zero(build_on_meta(RotaryBuffer), 3, world=world, weights=path, initialize=again)
         assert model.turn.frequencies.tolist() == [0, 1, 2, 3]
 
     comm.run_threads(2, rank)
@@ -253,12 +257,12 @@ def test_buffers_that_are_lost_on_meta(initialize: Any, says: str, tmp_path: Pat
 # -- files that do not fit, or are torn --------------------------------------------------------------------------------
 
 
-def without(name: str) -> Callable[[State], State]:
+def drop_tensor(name: str) -> Callable[[State], State]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
 
 MISFITS: dict[str, tuple[Callable[[State], State], str]] = {
-    "missing": (without("norm.weight"), r"tensor norm.weight: expected values of norm.weight, \[16\]; got none"),
+    "missing": (drop_tensor("norm.weight"), r"tensor norm.weight: expected values of norm.weight, \[16\]; got none"),
     "misspelt": (
         lambda state: {f"norms{name[4:]}" if name == "norm.weight" else name: value for name, value in state.items()},
         r"tensor norm.weight: .* got none; there is 'norms.weight' among \d+ names",
@@ -272,12 +276,12 @@ MISFITS: dict[str, tuple[Callable[[State], State], str]] = {
 @pytest.mark.parametrize(("change", "says"), MISFITS.values(), ids=MISFITS)
 def test_what_does_not_fit_is_named(change: Callable[[State], State], says: str, tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
-    state = {name: value for name, value in bits_of_plain(build()).items() if name != "head.weight"}
+    state = {name: value for name, value in bits_of_plain(build_seeded_model()).items() if name != "head.weight"}
     save_file(change(state), path)
 
     def rank(world: World) -> None:
         with pytest.raises(CheckpointError, match=says) as caught:
-            npuzero.zero(on_meta(ToyGPT), 3, world=world, weights=path)
+            npuzero.zero(build_on_meta(ToyGPT), 3, world=world, weights=path)
         assert "other.safetensors" in str(caught.value)
 
     comm.run_threads(2, rank)
@@ -285,17 +289,17 @@ def test_what_does_not_fit_is_named(change: Callable[[State], State], says: str,
 
 def test_files_on_some_ranks_only(tmp_path: Path) -> None:
     """A rank without them says so to the others, and so does one whose files are other ones."""
-    save(build(), tmp_path / "rank0.safetensors")
-    save(build(), tmp_path / "same.safetensors")
+    save_safetensors(build_seeded_model(), tmp_path / "rank0.safetensors")
+    save_safetensors(build_seeded_model(), tmp_path / "same.safetensors")
 
     def rank(world: World) -> None:
         kind = CheckpointError if world.rank == 1 else ConfigError
         with pytest.raises(kind, match=r"rank1\.safetensors.*No such file"):
-            npuzero.zero(build(), 3, world=world, weights=tmp_path / f"rank{world.rank}.safetensors")
+            npuzero.zero(build_seeded_model(), 3, world=world, weights=tmp_path / f"rank{world.rank}.safetensors")
         with pytest.raises(ConfigError, match="weights: expected the same on every rank"):
             name = ("same", "rank0")[world.rank]
-            npuzero.zero(build(), 3, world=world, weights=tmp_path / f"{name}.safetensors")
-        npuzero.zero(build(), 3, world=world, weights=tmp_path / "same.safetensors")
+            npuzero.zero(build_seeded_model(), 3, world=world, weights=tmp_path / f"{name}.safetensors")
+        npuzero.zero(build_seeded_model(), 3, world=world, weights=tmp_path / "same.safetensors")
 
     comm.run_threads(2, rank)
 
@@ -313,36 +317,36 @@ def test_files_on_some_ranks_only(tmp_path: Path) -> None:
     ],
 )
 def test_indices_that_lead_nowhere(index: str, says: str, tmp_path: Path) -> None:
-    save(build(), tmp_path / "model-1.safetensors")
+    save_safetensors(build_seeded_model(), tmp_path / "model-1.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=says):
-        npuzero.zero(build(), 3, world=comm.SingleWorld(), weights=tmp_path)
+        npuzero.zero(build_seeded_model(), 3, world=comm.SingleWorld(), weights=tmp_path)
 
 
 def test_no_files_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*No such file"):
-        npuzero.zero(build(), 3, world=comm.SingleWorld(), weights=tmp_path)
+        npuzero.zero(build_seeded_model(), 3, world=comm.SingleWorld(), weights=tmp_path)
     with pytest.raises(ConfigError, match="weights: expected a path"):
-        npuzero.zero(build(), 3, world=comm.SingleWorld(), weights=build().state_dict())  # type: ignore[arg-type]
+        npuzero.zero(build_seeded_model(), 3, world=comm.SingleWorld(), weights=build_seeded_model().state_dict())  # type: ignore[arg-type]
 
 
-def header_of(raw: bytes) -> tuple[dict[str, Any], bytes]:
+def split_safetensors_header(raw: bytes) -> tuple[dict[str, Any], bytes]:
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-def with_header(header: object, data: bytes) -> bytes:
+def join_safetensors_header(header: object, data: bytes) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
-def changed(**facts: Any) -> Callable[[bytes], bytes]:
+def change_tensor_facts(**facts: Any) -> Callable[[bytes], bytes]:
     """The file with other facts about one tensor."""
 
     def change(raw: bytes) -> bytes:
-        header, data = header_of(raw)
+        header, data = split_safetensors_header(raw)
         header["norm.weight"] |= facts
-        return with_header(header, data)
+        return join_safetensors_header(header, data)
 
     return change
 
@@ -352,40 +356,40 @@ TORN: dict[str, Callable[[bytes], bytes]] = {
     "seven bytes": lambda raw: raw[:7],
     "no header": lambda raw: raw[:8],
     "half a header": lambda raw: raw[:50],
-    "half the data": lambda raw: raw[: -len(header_of(raw)[1]) // 2],
+    "half the data": lambda raw: raw[: -len(split_safetensors_header(raw)[1]) // 2],
     "a byte less": lambda raw: raw[:-1],
     "a byte more": lambda raw: raw + b"x",
     "a huge header": lambda raw: b"\xff" * 8 + raw[8:],
-    "a list": lambda raw: with_header([1], b""),
-    "deep": lambda raw: with_header(b"[" * 100_000, b""),
-    "no text": lambda raw: with_header(b"\xff\xfe", b""),
-    "twice": lambda raw: with_header(b'{"a": 1, "a": 2}', b""),
-    "no facts": lambda raw: with_header({"a": None}, b""),
-    "unknown dtype": changed(dtype="F128"),
-    "dtype of no text": changed(dtype=["F32"]),
-    "negative size": changed(shape=[-16]),
-    "size of no number": changed(shape=["16"]),
-    "true as a size": changed(shape=[True]),
-    "huge size": changed(shape=[2**62, 2**62]),
-    "offsets the other way": changed(data_offsets=[64, 0]),
-    "offsets beyond": changed(data_offsets=[2**40, 2**40 + 64]),
-    "three offsets": changed(data_offsets=[0, 64, 64]),
+    "a list": lambda raw: join_safetensors_header([1], b""),
+    "deep": lambda raw: join_safetensors_header(b"[" * 100_000, b""),
+    "no text": lambda raw: join_safetensors_header(b"\xff\xfe", b""),
+    "twice": lambda raw: join_safetensors_header(b'{"a": 1, "a": 2}', b""),
+    "no facts": lambda raw: join_safetensors_header({"a": None}, b""),
+    "unknown dtype": change_tensor_facts(dtype="F128"),
+    "dtype of no text": change_tensor_facts(dtype=["F32"]),
+    "negative size": change_tensor_facts(shape=[-16]),
+    "size of no number": change_tensor_facts(shape=["16"]),
+    "true as a size": change_tensor_facts(shape=[True]),
+    "huge size": change_tensor_facts(shape=[2**62, 2**62]),
+    "offsets the other way": change_tensor_facts(data_offsets=[64, 0]),
+    "offsets beyond": change_tensor_facts(data_offsets=[2**40, 2**40 + 64]),
+    "three offsets": change_tensor_facts(data_offsets=[0, 64, 64]),
 }
 
 
 @pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
 def test_torn_files_are_named(tear: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    path = save(build(), tmp_path / "torn.safetensors")
+    path = save_safetensors(build_seeded_model(), tmp_path / "torn.safetensors")
     path.write_bytes(tear(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"torn\.safetensors.*expected a whole safetensors file"):
-        npuzero.zero(build(), 3, world=comm.SingleWorld(), weights=path)
+        npuzero.zero(build_seeded_model(), 3, world=comm.SingleWorld(), weights=path)
 
 
 def test_random_damage_is_an_error_or_other_values(tmp_path: Path) -> None:
     """A thousand files with bytes changed or cut off: what is read never lies outside of the file."""
-    path = save(build(), tmp_path / "damaged.safetensors")
+    path = save_safetensors(build_seeded_model(), tmp_path / "damaged.safetensors")
     whole, chance = path.read_bytes(), random.Random(0)
-    model, refused = build(), 0
+    model, refused = build_seeded_model(), 0
     for _ in range(1000):
         raw = bytearray(whole)
         if chance.random() < 0.5:
@@ -393,7 +397,7 @@ def test_random_damage_is_an_error_or_other_values(tmp_path: Path) -> None:
         else:
             del raw[chance.randrange(len(raw)) :]
         path.write_bytes(raw)
-        values = stored(path)
+        values = parse_weights(path)
         try:
             values.check(model)
             for name, tensor in model.state_dict().items():
@@ -407,11 +411,11 @@ def test_random_damage_is_an_error_or_other_values(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    path = save(build(), tmp_path / "shrinks.safetensors")
-    values = stored(path)
-    values.check(build())
+    path = save_safetensors(build_seeded_model(), tmp_path / "shrinks.safetensors")
+    values = parse_weights(path)
+    values.check(build_seeded_model())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"shrinks\.safetensors: tensor .*the file's end"):
-        for name, tensor in build().state_dict().items():
+        for name, tensor in build_seeded_model().state_dict().items():
             values.read(name, 0, tensor.numel())
     values.close()

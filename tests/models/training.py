@@ -11,28 +11,28 @@ from torch import nn
 
 from world.train import Session, State
 
-from .zoo import ZOO, batch_of
+from .zoo import ZOO, zoo_batch
 
 
 @cache
-def stirred(name: str, **config: object) -> Callable[[], nn.Module]:
+def make_stirred_model(name: str, **config: object) -> Callable[[], nn.Module]:
     """Makes the model ``name`` as after some training: no parameter is all zeros or ones."""
 
     def make() -> nn.Module:
-        return stir(ZOO[name](**config))
+        return stir_parameters(ZOO[name](**config))
 
     return make
 
 
 @torch.no_grad()
-def stir(model: nn.Module) -> nn.Module:
+def stir_parameters(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
 @dataclass(frozen=True)
-class Loop:
+class TransformersLoop:
     """A training loop as its user writes it, over the trainable parameters.
 
     A key's bias has no gradient but for rounding, and Adam divides a gradient by its own size: hence ``eps``, larger
@@ -56,7 +56,7 @@ class Loop:
         for step in range(self.steps):
             for micro_batch in range(self.micro_batches):
                 loss = session.mean(
-                    lambda rank, step=step, micro=micro_batch: model(**batch_of(model, step, micro, rank)).loss
+                    lambda rank, step=step, micro=micro_batch: model(**zoo_batch(model, step, micro, rank)).loss
                 )
                 (loss / self.micro_batches).backward()
             if self.clip is not None:

@@ -75,7 +75,7 @@ def vit(**more: object) -> PreTrainedModel:
 ZOO: dict[str, Callable[..., PreTrainedModel]] = {f.__name__: f for f in (gpt2, llama, mixtral, t5, vit)}
 
 
-def batch_of(model: nn.Module, step: int, micro_batch: int, rank: int) -> dict[str, Tensor]:
+def zoo_batch(model: nn.Module, step: int, micro_batch: int, rank: int) -> dict[str, Tensor]:
     """What ``model`` is called with, labels among it."""
     model = getattr(model, "get_base_model", lambda: model)()  # what PEFT has put its own around
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)

@@ -6,7 +6,7 @@ import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from .mutant import ROOT, Mutant, killed, passes
+from .mutant import ROOT, PackageMutant, kill_mutant, tests_pass
 from .table import MUTANTS
 
 
@@ -23,11 +23,11 @@ def main() -> int:
         return 0
     for slow in sorted({mutant.slow for mutant in mutants}):
         tests = dict.fromkeys(test for mutant in mutants if mutant.slow is slow for test in mutant.tests)
-        if not passes(tests, ROOT, slow=slow, limit_s=1800.0):
+        if not tests_pass(tests, ROOT, slow=slow, limit_s=1800.0):
             print(f"some of these fail without any mutant, and so tell nothing: {' '.join(map(repr, tests))}")
             return 2
     with ThreadPoolExecutor(chosen.j) as pool:
-        alive = [mutant for mutant, dead in zip(mutants, pool.map(_told, mutants), strict=True) if not dead]
+        alive = [mutant for mutant, dead in zip(mutants, pool.map(_report_mutant, mutants), strict=True) if not dead]
     slow_alone = sum(mutant.slow for mutant in mutants if mutant not in alive)
     print(
         f"{len(mutants)} mutants: {len(mutants) - len(alive) - slow_alone} killed by quick tests, {slow_alone} by slow "
@@ -36,9 +36,9 @@ def main() -> int:
     return bool(alive)
 
 
-def _told(mutant: Mutant) -> bool:
+def _report_mutant(mutant: PackageMutant) -> bool:
     begin = time.monotonic()
-    dead = killed(mutant)
+    dead = kill_mutant(mutant)
     told = f"{'killed' if dead else 'ALIVE '} {time.monotonic() - begin:4.0f} s  {mutant.file}: {mutant.breaks}"
     print(told, flush=True)
     return dead

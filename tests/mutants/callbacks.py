@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 TESTS = "frameworks/test_callbacks.py::"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "what a callback freezes has no room for gradients when it thaws",
         "lightning.py",
         "parameter.requires_grad_(True)",
         "parameter.requires_grad_(False)",
         (f"{TESTS}test_they_do_what_they_do_under_ddp[thawed]",),
     ),
-    Mutant(
+    PackageMutant(
         "a checkpoint of averaged weights is validated with those that are trained",
         "lightning.py",
         "if self._shards is None or _CURRENT in checkpoint else {}",
         "if self._shards is None else {}",
         (f"{TESTS}test_they_do_what_they_do_under_ddp[averaged]",),
     ),
-    Mutant(
+    PackageMutant(
         "a swap for validation rounds the masters",
         "lightning.py",
         "swapped and any(flat.exact for flat in flats)",

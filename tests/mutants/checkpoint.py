@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 HOSTILE = "checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on"
 HALF_LOADED = "checkpoint/test_damage.py::test_a_half_loaded_model_is_refused_until_another_load_succeeds"
 
-MUTANTS: tuple[Mutant, ...] = (
+MUTANTS: tuple[PackageMutant, ...] = (
     # what is written
-    Mutant(
+    PackageMutant(
         "a save beside training has the parameters of a later step",
         "checkpoint/saving.py",
         "items = iter([*self._items(job.parts, snapshot)])",
         "items = iter([*self._items(job.parts, NOW)])",
         ("checkpoint/test_saving.py::test_what_is_saved_beside_training_is_the_state_at_the_call[zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "a save begins to write over the snapshot of the one before",
         "checkpoint/public.py",
-        "    saver = saver_of(engine)\n    saver.finish()",
-        "    saver = saver_of(engine)",
+        "    saver = get_saver(engine)\n    saver.finish()",
+        "    saver = get_saver(engine)",
         ("checkpoint/test_saving.py::test_snapshots_share_their_memory",),
     ),
-    Mutant(
+    PackageMutant(
         "a load takes the last checkpoint while a later one is being written",
         "checkpoint/public.py",
-        "    saver_of(engine).finish()\n",
+        "    get_saver(engine).finish()\n",
         "",
         ("checkpoint/test_saving.py::test_a_rank_that_cannot_write_fails_the_save_on_all[True-1]",),
     ),
-    Mutant(
+    PackageMutant(
         "objects that are alike share the place of the last one written",
         "checkpoint/saving.py",
         "places[raw] if raw in places else places.setdefault(raw, file.add_object(raw))",
@@ -38,7 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_contents.py::test_buffers_and_extra_states",),
     ),
     # when it is durable
-    Mutant(
+    PackageMutant(
         "one checkpoint too few is kept",
         "checkpoint/folder.py",
         "len(others) - count + 1)]:",
@@ -46,84 +46,84 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_saving.py::test_old_ones_go_when_the_new_one_is_there",),
     ),
     # what is read
-    Mutant(
+    PackageMutant(
         "damaged weights are loaded",
         "checkpoint/source.py",
         "if crc != expected:",
         "if False:",
         ("checkpoint/test_damage.py::test_ours_is_checked_before_it_is_used",),
     ),
-    Mutant(
+    PackageMutant(
         "after a load training goes on with the parameters of before",
         "checkpoint/public.py",
         "    engine.values.restore_parameters()\n",
         "",
         ("checkpoint/test_resume.py::test_some_pairs[('zero1', 3)]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks beyond those that were saved draw the random numbers of each other",
         "checkpoint/rng.py",
         "seeds = torch.randint(2**31, (turn,)).tolist()",
         "seeds = torch.randint(2**31, (1,)).tolist()",
         ("checkpoint/test_contents.py::test_more_ranks_have_random_numbers_of_their_own",),
     ),
-    Mutant(
+    PackageMutant(
         "Python's random numbers do not go on where they were",
         "checkpoint/rng.py",
         '    random.setstate(state["python"])\n',
         "",
         ("checkpoint/test_contents.py::test_random_numbers_go_on",),
     ),
-    Mutant(
+    PackageMutant(
         "a part of a tensor that lies inside one row is loaded from the row's beginning",
         "checkpoint/boxes.py",
-        "yield from _row(shape, last, begin - last * row, end - last * row)",
-        "yield from _row(shape, last, 0, end - begin)",
+        "yield from _boxes_of_row(shape, last, begin - last * row, end - last * row)",
+        "yield from _boxes_of_row(shape, last, 0, end - begin)",
         ("checkpoint/test_boxes.py",),
     ),
-    Mutant(
+    PackageMutant(
         "a checkpoint of the next step is overwritten by resuming one step early",
         "checkpoint/public.py",
         "if step % self._every == 0:",
         "if step % self._every == 1:",
         ("checkpoint/test_saving.py::test_checkpointer_resumes_where_it_was",),
     ),
-    Mutant(
+    PackageMutant(
         "learning rates of before a load stay",
         "checkpoint/loading.py",
         "                group.update(options)\n",
         "                pass\n",
         ("checkpoint/test_resume.py::test_some_pairs[('zero1', 3)]",),
     ),
-    Mutant(
+    PackageMutant(
         "a position in the data that some ranks have alike is taken for everybody's",
         "checkpoint/saving.py",
         "if len(found) == 1]",
         "if len(found) < len(reports)]",
         ("checkpoint/test_contents.py::test_positions_in_the_data",),
     ),
-    Mutant(
+    PackageMutant(
         "the last checkpoint is the one whose name sorts last, of steps beyond eight digits not the newest",
         "checkpoint/folder.py",
         "for _, name in sorted(named):",
         "for _, name in sorted(named, key=lambda one: one[1]):",
         ("checkpoint/test_saving.py::test_the_last_checkpoint_is_that_of_the_last_step",),
     ),
-    Mutant(
+    PackageMutant(
         "groups by number take any group of plain torch, however many parameters it has",
         "checkpoint/loading.py",
         'if len(s["params"]) == len(names)',
         "if True",
         ("checkpoint/test_torch.py::test_numbered_groups_of_another_length",),
     ),
-    Mutant(
+    PackageMutant(
         "elements that no file has are loaded as whatever memory held",
         "checkpoint/metadata.py",
         "    if place is None:\n",
         "    if True:\n",
         ("checkpoint/test_contents.py::test_elements_that_no_file_has",),
     ),
-    Mutant(
+    PackageMutant(
         "parts in a grid that overlap and leave a hole count as all of the tensor",
         "checkpoint/boxes.py",
         "corners[corner] += -sign if sum(far) % 2 else sign",
@@ -131,56 +131,56 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_hostile.py::test_parts_that_overlap_and_leave_as_much_out_are_refused",),
     ),
     # two jobs, ranks that differ, leftovers
-    Mutant(
+    PackageMutant(
         "a rank without an optimizer makes a checkpoint that cannot be loaded",
         "checkpoint/saving.py",
         "if other:\n            with_it",
         "if False:\n            with_it",
         ("checkpoint/test_folders.py::test_a_rank_that_passes_other_parts_fails_the_save_and_the_last_good_one_stays",),
     ),
-    Mutant(
+    PackageMutant(
         "items that a rank did not write are described as its",
         "checkpoint/saving.py",
         "if (report.items, report.signature) != (count, signature):",
         "if False:",
         ("checkpoint/test_folders.py::test_what_a_rank_wrote_is_compared_with_what_it_should_have_written",),
     ),
-    Mutant(
+    PackageMutant(
         "the last good checkpoint goes for one that lacks a file",
         "checkpoint/saving.py",
-        "        _read_back(self.path, listed)\n",
+        "        _verify_written(self.path, listed)\n",
         "",
         ("checkpoint/test_folders.py::test_no_old_checkpoint_goes_for_one_that_is_not_on_the_disk",),
     ),
-    Mutant(
+    PackageMutant(
         "a job removes what another one is writing",
         "checkpoint/owner.py",
-        "return Fate.DEAD if free else Fate.ALIVE, owner",
-        "return Fate.DEAD, owner",
+        "return OwnerStatus.DEAD if free else OwnerStatus.ALIVE, owner",
+        "return OwnerStatus.DEAD, owner",
         ("checkpoint/test_folders.py::test_a_job_that_saves_into_the_folder_of_another_hears_of_it",),
     ),
-    Mutant(
+    PackageMutant(
         "what another host writes without locks is removed",
         "checkpoint/owner.py",
-        "if free is None or (free and (owner is None or owner.boot != Owner.here().boot)):",
+        "if free is None or (free and (owner is None or owner.boot != ProcessIdentity.here().boot)):",
         "if free is None:",
         ("checkpoint/test_folders.py::test_what_may_be_another_hosts_is_left_alone",),
     ),
-    Mutant(
+    PackageMutant(
         "the leftovers of a dead job stay for ever",
         "checkpoint/folder.py",
-        "if fate is Fate.DEAD or (who is None and _is_bare(path, written)):",
+        "if fate is OwnerStatus.DEAD or (who is None and _is_empty_claim(path, written)):",
         "if False:",
         ("checkpoint/test_folders.py::test_what_a_dead_job_left_goes",),
     ),
-    Mutant(
+    PackageMutant(
         "a save removes the checkpoint that it has just made",
         "checkpoint/folder.py",
         "if path != newest and not path.is_symlink()]",
         "if not path.is_symlink()]",
         ("checkpoint/test_folders.py::test_the_one_just_saved_is_kept_though_there_are_later_ones",),
     ),
-    Mutant(
+    PackageMutant(
         "a file in the place of a checkpoint stops a run",
         "checkpoint/folder.py",
         "        if os.path.lexists(self._target):\n            self._target.rename",
@@ -190,28 +190,28 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     # hostile files
-    Mutant(
+    PackageMutant(
         "a pickle gives a description any field",
         "checkpoint/safe_pickle.py",
         "        if known != len(values):\n",
         "        if False:\n",
         (f"{HOSTILE}[fields of a stranger]",),
     ),
-    Mutant(
+    PackageMutant(
         "an index announces a tensor of terabytes",
         "checkpoint/metadata.py",
         "if numel * described.properties.dtype.itemsize > info.length:",
         "if False:",
         (f"{HOSTILE}[a tensor of 4 TiB in 64 bytes]",),
     ),
-    Mutant(
+    PackageMutant(
         "a manifest lists a file above its folder",
         "checkpoint/files.py",
-        "if not is_plain(name):",
+        "if not is_plain_name(name):",
         "if False:",
         ("checkpoint/test_hostile.py::test_a_hostile_manifest_is_refused",),
     ),
-    Mutant(
+    PackageMutant(
         "a link in a checkpoint leads out of it",
         "checkpoint/files.py",
         "if elsewhere or not stat.S_ISREG(found.st_mode):",
@@ -219,191 +219,191 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_hostile.py::test_links_to_files_elsewhere_are_refused",),
     ),
     # small slips
-    Mutant(
+    PackageMutant(
         "parameters do not follow their masters after torch's own load",
         "checkpoint/cut.py",
         "    engine.values.restore_parameters()\n",
         "",
         ("checkpoint/test_exact.py::test_training_goes_on_after_torchs_own_load",),
     ),
-    Mutant(
+    PackageMutant(
         "equally long groups of plain torch get the first one's states",
         "checkpoint/loading.py",
         "            saved.remove(group)\n",
         "",
         ("checkpoint/test_exact.py::test_equally_long_groups_of_plain_torch_keep_their_own_states",),
     ),
-    Mutant(
+    PackageMutant(
         "each replica of a shard writes all of it",
         "checkpoint/parts.py",
         "        axes += axes_beyond(axes, summed)\n",
         "",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
-    Mutant(
+    PackageMutant(
         "replicas write the ranges of one another",
         "checkpoint/parts.py",
         "axes += axes_beyond(axes, summed)",
         "axes = axes_beyond(axes, summed) + axes",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
-    Mutant(
+    PackageMutant(
         "the device counts steps of before a load",
         "optim/shards.py",
         "            self._taken.forget(id(flat.parameters[i]))\n",
         "",
         ("checkpoint/test_exact.py::test_steps_that_the_device_counts_are_those_of_the_checkpoint",),
     ),
-    Mutant(
+    PackageMutant(
         "a data file is not durable when its checkpoint has a name",
         "checkpoint/files.py",
         "                self._flush()\n                os.fsync(self._file.fileno())\n",
         "                self._flush()\n",
         ("checkpoint/test_exact.py::test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes",),
     ),
-    Mutant(
+    PackageMutant(
         "a manifest is not durable when its checkpoint has a name",
         "checkpoint/files.py",
         "        file.flush()\n        os.fsync(file.fileno())\n",
         "        file.flush()\n",
         ("checkpoint/test_exact.py::test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes",),
     ),
-    Mutant(
+    PackageMutant(
         "the names of a checkpoint's files are not durable",
         "checkpoint/folder.py",
-        "        sync(self.path)\n",
+        "        sync_folder(self.path)\n",
         "",
         ("checkpoint/test_exact.py::test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes",),
     ),
-    Mutant(
+    PackageMutant(
         "the name of a checkpoint is not durable when an older one goes",
         "checkpoint/folder.py",
-        "        sync(self._folder)\n",
+        "        sync_folder(self._folder)\n",
         "",
         ("checkpoint/test_exact.py::test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes",),
     ),
-    Mutant(
+    PackageMutant(
         "what the kernel did not take of a write is lost",
         "checkpoint/files.py",
         "pending[0] = memoryview(pending[0])[written:]",
         "pending.pop(0)",
         ("checkpoint/test_exact.py::test_a_kernel_that_takes_a_part_of_what_is_written",),
     ),
-    Mutant(
+    PackageMutant(
         "the lower halves of split masters are not saved",
         "shard/flat.py",
-        "return storage.join(high, remainder().to(high.device))",
+        "return storage.join_halves(high, remainder().to(high.device))",
         "return high.float()",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
-    Mutant(
+    PackageMutant(
         "the lower halves of split masters are not loaded",
         "shard/flat.py",
         "            self.exact.replace(own, remainder)\n",
         "            self.exact.clear(own)\n",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks beyond those that were saved draw what their predecessors draw",
         "checkpoint/loading.py",
         "    if turn:\n",
         "    if False:\n",
         ("checkpoint/test_exact.py::test_every_rank_has_random_numbers_of_its_own_whoever_saved",),
     ),
-    Mutant(
+    PackageMutant(
         "the manifest has another checksum of a data file than the file",
         "checkpoint/files.py",
-        "chain(self._facts.crc, crc, nbytes))",
+        "combine_crc32(self._facts.crc, crc, nbytes))",
         "crc)",
         ("checkpoint/test_exact.py::test_the_manifest_says_what_the_files_are",),
     ),
-    Mutant(
+    PackageMutant(
         "what a program has just written into parameters is not saved",
         "checkpoint/public.py",
         "        engine.values.settle()\n        tensors, entries",
         "        tensors, entries",
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),
-    Mutant(
+    PackageMutant(
         "what a program wrote before a load overwrites what was loaded",
         "checkpoint/public.py",
         "states=optimizer is not None):\n        engine.values.settle()\n",
         "states=optimizer is not None):\n",
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),
-    Mutant(
+    PackageMutant(
         "a full disk leaves the other ranks of an export waiting",
         "checkpoint/export.py",
         "        with suppress(OSError):  # what a full disk has not taken, it does not take now\n",
         "        if True:\n",
         ("models/test_export.py::test_a_disk_that_fills_up_is_an_error_on_every_rank",),
     ),
-    Mutant(
+    PackageMutant(
         "a save under way is lost where the ranks end",
         "checkpoint/saving.py",
         "        self._world.companions.add(self)\n",
         "",
         ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[with the run]",),
     ),
-    Mutant(
+    PackageMutant(
         "a save under way is lost where a program closes the world",
         "comm/world.py",
         "        try:\n            self.companions.end()\n",
         "        try:\n            pass\n",
         ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[by close()]",),
     ),
-    Mutant(
+    PackageMutant(
         "a group that was split keeps none of the states of its parameters",
         "checkpoint/loading.py",
         "        return {name: name for name in common}\n",
         "        return {name: name for name in common if self.notice == ''}\n",
         (
-            "checkpoint/test_regrouped.py::test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups[zero1-one-split]",
+            "checkpoint/test_regrouped.py::test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups[zero1-single_group-two_split_groups]",
         ),
     ),
-    Mutant(
+    PackageMutant(
         "hyperparameters of a saved group go into a group of other parameters",
         "checkpoint/loading.py",
         "if then[i] & common == kept and (kept or not (then[i] or names))",
         "if then[i] & common >= kept and (kept or not (then[i] or names))",
         ("checkpoint/test_regrouped.py::test_a_scheduler_has_the_rates_of_the_groups_there_are_now",),
     ),
-    Mutant(
+    PackageMutant(
         "a group of which parameters were frozen since loses its hyperparameters",
         "checkpoint/loading.py",
         "if then[i] & common == kept and",
         "if then[i] == kept and",
         ("checkpoint/test_regrouped.py::test_what_was_frozen_since_is_left_out_and_the_rest_goes_on",),
     ),
-    Mutant(
+    PackageMutant(
         "a scheduler gives the rates of saved groups to others",
         "checkpoint/loading.py",
         "        if self._names.regrouped:\n",
         "        if False:\n",
         ("checkpoint/test_regrouped.py::test_a_scheduler_has_the_rates_of_the_groups_there_are_now[in order]",),
     ),
-    Mutant(
+    PackageMutant(
         "an engine without an optimizer holds masters of what never trains",
         "compat/deepspeed/door.py",
         "        model.requires_grad_(False)\n",
         "        pass\n",
         ("compat/deepspeed/test_deepspeed_inference.py::test_a_reference_model_takes_the_weights_of_a_training_run",),
     ),
-    Mutant(
+    PackageMutant(
         "an engine without an optimizer ends a step by an error of Python's",
         "compat/deepspeed/engine.py",
         "        if self.optimizer is None:\n            raise",
         "        if False:\n            raise",
         ("compat/deepspeed/test_deepspeed_inference.py::test_a_reference_model_computes_as_without_an_engine[3]",),
     ),
-    Mutant(
+    PackageMutant(
         "a model of which a load has written one half trains on",
         "shard/restore.py",
         "            self.half_loaded = self._refuse(what, error, lambda: None, ",
         "            _ = (what, error, ",
         (f"{HALF_LOADED}[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "a load of parameters alone makes up for one of which optimizer states failed",
         "shard/restore.py",
         "self._half_states = self._half_states or states",

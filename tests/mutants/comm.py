@@ -2,164 +2,164 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "over Gloo and NCCL the shards of hpz are gathered in the wrong places",
         "comm/hierarchical.py",
         "block = whole.view(self.outer.size, -1)[self.outer.rank]",
         "block = whole.view(self.outer.size, -1)[0]",
         ("world/test_comm.py::test_hierarchical_equals_flat",),
     ),
-    Mutant(
+    PackageMutant(
         "over Gloo and NCCL micro-batches of hpz replace each other",
         "comm/hierarchical.py",
         "accumulate=accumulate, tag=tag",
         "accumulate=False, tag=tag",
         ("world/test_comm.py::test_hierarchical_equals_flat",),
     ),
-    Mutant(
+    PackageMutant(
         "over Gloo and NCCL experts get each other's tokens",
         "comm/hierarchical.py",
         "out.view(self.size, -1)[self._places] = received.view(self.size, -1)",
         "out.copy_(received)",
         ("world/test_comm.py::test_hierarchical_equals_flat",),
     ),
-    Mutant(
+    PackageMutant(
         "a broadcast comes from another rank than the one named",
         "comm/hierarchical.py",
         "return self.flat.ranks.index(self.ranks[member])",
         "return member",
         ("world/test_comm.py::test_hierarchical_equals_flat",),
     ),
-    Mutant(
+    PackageMutant(
         "the axes of the mesh are the wrong way round",
         "plan/mesh.py",
         "for axis in AXES:\n            rank = rank",
         "for axis in reversed(AXES):\n            rank = rank",
         ("unit/comm/test_communicator.py::test_mesh_is_rank_arithmetic",),
     ),
-    Mutant(
+    PackageMutant(
         "what goes wrong in a step of a lane is silence",
         "device/lane.py",
         "handle.error = error",
         "pass",
         ("unit/test_lane.py::test_a_lane_keeps_order_and_errors",),
     ),
-    Mutant(
+    PackageMutant(
         "a forked child that uses its parent's communicator over Gloo waits for ever",
         "device/lane.py",
         "        self._door()\n",
         "",
         ("unit/test_lane.py::test_a_lane_takes_no_step_where_its_door_is_shut",),
     ),
-    Mutant(
+    PackageMutant(
         "who waits for a collective of a lane is not told that it is in vain",
         "device/lane.py",
         "            self._patience(self.event)",
         "            self.event.wait(1.0)",
         ("unit/test_lane.py",),
     ),
-    Mutant(
+    PackageMutant(
         "on one rank a sum replaces what it should be added to",
         "comm/single.py",
         "            shard.add_(whole)",
         "            shard.copy_(whole)",
         ("unit/comm/test_communicator.py::test_single_rank_copies",),
     ),
-    Mutant(
+    PackageMutant(
         "an operation whose handle is forgotten writes into memory that others have by then",
         "comm/shared_memory.py",
         "            self._kept.append((operation, tensors))",
         "            pass",
         ("world/test_comm.py::test_threads[2]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that wait for each other in different places wait for ten minutes",
         "comm/board.py",
         "return all(rank not in found or slots[rank].arrived.get(place, 0) >= number for rank in ranks)",
         "return True",
         ("faults/test_diverging.py::test_who_is_stuck",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank that has come to a place before is taken to have come again",
         "comm/board.py",
         "slots[rank].arrived.get(place, 0) >= number",
         "slots[rank].arrived.get(place, 0) > 0",
         ("faults/test_diverging.py::test_who_is_stuck",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank of which another thread computes is taken for one that never comes",
         "comm/board.py",
         "if self._threads <= self._waits.keys() else ()",
         "if self._waits else ()",
         ("faults/test_diverging.py::test_a_thread_beside_the_main_one_may_still_come",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank that has caught an exception and calls nothing more is waited for without a word",
         "comm/calls.py",
         "if recorder is not None and error is not None:",
         "if recorder is None:",
         ("faults/test_left_calls.py",),
     ),
-    Mutant(
+    PackageMutant(
         "a backward that raised is not told to ranks that wait",
         "shard/hooks.py",
         "        if not self._done:",
         "        if False:",
         ("faults/test_left_calls.py",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank that computes is named for an exception of before its last call",
         "shard/passes.py",
         "        if not self.inside:\n            self.board.clear_exit()",
         "        pass",
         ("faults/test_left_calls.py::test_a_rank_that_calls_again_is_not_named",),
     ),
-    Mutant(
+    PackageMutant(
         "each rank that waits warns of one that has left",
         "comm/board.py",
         "waited_s < self.warn_s or self.rank != next((rank for rank, slot in enumerate(slots) if slot.waits), None)",
         "waited_s < self.warn_s",
         ("faults/test_left_calls.py",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that are threads exchange values of two calls at once",
         "comm/loopback.py",
         "self._came[place] = here.number",
         "pass",
         ("world/test_comm.py::test_threads[2]",),
     ),
-    Mutant(
+    PackageMutant(
         "a model on some ranks sends on the channels of one on all ranks",
         "comm/world.py",
-        'f"{name}@{_listed(self.ranks)}"',
+        'f"{name}@{_format_rank_range(self.ranks)}"',
         "name",
         ("world/test_subworld.py::test_a_part_is_a_world_of_its_own",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that exchange values among some of them wait for all",
         "comm/world.py",
         " or tuple(self.ranks))",
         ")",
         ("world/test_subworld.py::test_others_need_not_come",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that wait for each other in different parts wait for ten minutes",
         "comm/world.py",
         "self.board, self.companions = whole.board, whole.companions",
         "self.companions = whole.companions",
         ("world/test_subworld.py::test_ranks_that_wait_for_each_other_in_different_parts_are_told",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank that gives up in a part is waited for by the others",
         "comm/world.py",
         "self._of.fail(failure)",
         "super().fail(failure)",
         ("world/test_subworld.py::test_an_abort_in_a_part_is_the_runs",),
     ),
-    Mutant(
+    PackageMutant(
         "a group of ranks without the run's first exports no weights",
         "checkpoint/export.py",
         "if engine.mesh.index(axes_beyond(rest.group.axes, alike)):",

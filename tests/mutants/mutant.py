@@ -26,7 +26,7 @@ _PASSED, _FAILED = 0, 1  # as pytest ends; what is more than 1 is no verdict
 
 
 @dataclass(frozen=True)
-class Mutant:
+class PackageMutant:
     """A mistake in the package, and who must notice.
 
     Attributes:
@@ -49,20 +49,20 @@ class Mutant:
         return ROOT / "npuzero" / self.file
 
 
-def killed(mutant: Mutant) -> bool:
+def kill_mutant(mutant: PackageMutant) -> bool:
     """Whether its tests notice."""
     text = mutant.source.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} of: {mutant.old}"
-    with _copy() as folder:
+    with _copy_package() as folder:
         changed = folder / "npuzero" / mutant.file
         changed.unlink()
         for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
             compiled.unlink()
         changed.write_text(text.replace(mutant.old, mutant.new))
-        return not passes(mutant.tests, folder, slow=mutant.slow)
+        return not tests_pass(mutant.tests, folder, slow=mutant.slow)
 
 
-def passes(tests: Iterable[str], folder: Path, *, slow: bool, limit_s: float = LIMIT_S) -> bool:
+def tests_pass(tests: Iterable[str], folder: Path, *, slow: bool, limit_s: float = LIMIT_S) -> bool:
     """Whether all ``tests`` pass for the package in ``folder``.
 
     Raises:
@@ -92,7 +92,7 @@ def passes(tests: Iterable[str], folder: Path, *, slow: bool, limit_s: float = L
 
 
 @contextmanager
-def _copy() -> Iterator[Path]:
+def _copy_package() -> Iterator[Path]:
     """A folder with a copy of the package, that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="npuzero-mutant-") as name:
         shutil.copytree(ROOT / "npuzero", Path(name) / "npuzero", copy_function=os.symlink)

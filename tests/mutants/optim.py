@@ -2,425 +2,425 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 LION = "world/test_lion.py::test_over_plain_parameters_it_has_the_bits_of_plain_torch"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "parameters whose step counts differ are corrected by one of them",
         "optim/segments.py",
         " or (last.step, last.row) != (part.step, part.row) or ",
         " or ",
         ("world/test_behaviour.py::test_loops[parameters left out of some steps-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "neighbours in memory are updated by the rates of one group",
         "optim/segments.py",
         "if last.options is not part.options or (",
         "if (",
         ("world/test_parity.py::test_training_equals_plain_torch[four, clipped, two groups-2-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "where the device counts, parameters of several groups have the rate of one",
         "optim/segments.py",
         "(id(options), id(step) if counted else -cast(int, step))",
         "(0, id(step) if counted else -cast(int, step))",
         ("world/test_capturable.py::test_bits_over_cut_models",),
     ),
-    Mutant(
+    PackageMutant(
         "the bias correction of a device's count is one step behind",
         "optim/segments.py",
         "self._steps.append(step + 1 if counted else step)",
         "self._steps.append(step)",
         ("world/test_capturable.py::test_bits_over_plain_parameters",),
     ),
-    Mutant(
+    PackageMutant(
         "skipped steps count in the bias correction",
         "optim/counts.py",
         "count.add_(1 if skip is None else skip[0].to(count.device) == 0)",
         "count.add_(1)",
         ("world/test_scaler.py::test_steps_counted_on_the_device",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter that is not used in a step counts it, since it shares a count with those that are",
         "optim/counts.py",
         "parting = {count for count, members in here.items() if members < self._sharing[count]}",
         "parting: set[int] = set()",
         ("world/test_scaler.py::test_steps_counted_on_the_device",),
     ),
-    Mutant(
+    PackageMutant(
         "the loss scale grows one step late",
         "optim/loss_scale.py",
         'grows = window >= rules["growth_interval"]',
         'grows = window > rules["growth_interval"]',
         ("world/test_scaler.py::test_any_sequence_of_overflows_decides_as_torch",),
     ),
-    Mutant(
+    PackageMutant(
         "the loss scale falls below its floor",
         "optim/loss_scale.py",
         '.clamp(min=rules["floor"])',
         "",
         ("world/test_scaler.py::test_hysteresis_between_floor_and_ceiling",),
     ),
-    Mutant(
+    PackageMutant(
         "the loss scale grows above its ceiling",
         "optim/loss_scale.py",
         '.clamp(max=rules["ceiling"])',
         "",
         ("world/test_scaler.py::test_hysteresis_between_floor_and_ceiling",),
     ),
-    Mutant(
+    PackageMutant(
         "a loss scale of consecutive hysteresis counts overflows since it grew",
         "optim/loss_scale.py",
         '~overflow if rules["consecutive_hysteresis"] else grows',
         "grows",
         ("world/test_scaler.py::test_deepspeeds_scale_in_both_its_forms",),
     ),
-    Mutant(
+    PackageMutant(
         "DeepSpeed's loss scale grows a step early after an overflow",
         "optim/loss_scale.py",
         'torch.where(overflow, -rules["growth_delay"], self.window + 1)',
         "torch.where(overflow, 0, self.window + 1)",
         ("world/test_scaler.py::test_deepspeeds_scale_in_both_its_forms",),
     ),
-    Mutant(
+    PackageMutant(
         "of two optimizers under one scaler the overflow of the first moves no scale",
         "optim/scaler.py",
         "state.update(torch.stack(list(self._found.values())).amax())",
         "state.update(list(self._found.values())[-1])",
         ("world/test_scaler.py::test_two_optimizers_under_one_scaler",),
     ),
-    Mutant(
+    PackageMutant(
         "a step whose gradients overflowed on another device or model is taken",
         "optim/scaler.py",
         "torch.stack([part.view(()) for part in present]).amax()",
         "present[0].view(())",
         ("world/test_scaler.py::test_one_optimizer_over_two_models_skips_both",),
     ),
-    Mutant(
+    PackageMutant(
         "a step that the scaler skips for cut models is taken",
         "optim/scaler.py",
         "engine.boundary.skip_where(overflow.view(1).to(engine.device), mine)",
         "pass",
         ("world/test_scaler.py::test_a_skipped_step_leaves_no_trace",),
     ),
-    Mutant(
+    PackageMutant(
         "gradients update the shards of the step before's parameters",
         "optim/shards.py",
         "if line is None or last != these:",
         "if line is None:",
         ("world/test_behaviour.py::test_loops[units unused in some steps-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "the moments of a state that is dropped stay",
         "optim/shards.py",
         "return list(self._moments.get(flat, ()))",
         "return list(self._moments.get(flat, ()) if any(states.values()) else ())",
         ("checkpoint/test_contents.py::test_a_state_that_is_not_loaded_is_dropped",),
     ),
-    Mutant(
+    PackageMutant(
         "the step count of a parameter that is not used goes on",
         "optim/shards.py",
         "                    steps[i] += 1\n",
         "                    steps[i] = max(steps) + 1 if i == 0 else steps[0]\n",
         ("world/test_behaviour.py::test_loops[parameters left out of some steps-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "what torch's optimizers write into keys of their own over a cut model is lost after each step",
         "optim/wrapped.py",
         "inner.param_groups, inner.state = groups, self._state",
         "inner.param_groups, inner.state = [{**group} for group in groups], self._state",
         ("frameworks/test_adopt.py::test_keys_of_its_own_that_a_step_writes_last",),
     ),
-    Mutant(
+    PackageMutant(
         "hooks of a step run twice over a cut model",
         "optim/wrapped.py",
         'stop=lambda step: not hasattr(step, "hooked")',
         "stop=lambda step: True",
         ("frameworks/test_adopt.py::test_hooks_from_before_and_after_run_once_as_in_torch",),
     ),
-    Mutant(
+    PackageMutant(
         "an adopted optimizer has defaults of its own, which schedules do not find",
         "optim/optimizer.py",
         "    assert isinstance(optimizer, base)\n",
         "    assert isinstance(optimizer, base)\n    optimizer.defaults = {**defaults}\n",
         ("frameworks/test_adopt.py::test_what_a_program_reads_and_writes_on_an_optimizer_stays_its_own",),
     ),
-    Mutant(
+    PackageMutant(
         "what a program puts in the place of an optimizer's step is dropped when it is prepared",
         "optim/optimizer.py",
         'if callable(getattr(ZeroOptimizer, name, None)) and not hasattr(value, "_wrapped_by_lr_sched")',
         "if False",
         ("frameworks/test_adopt.py::test_a_step_that_the_program_has_replaced_is_not_lost",),
     ),
-    Mutant(
+    PackageMutant(
         "a group that is refused stays with the optimizer",
         "optim/optimizer.py",
         "                self.param_groups.pop()\n",
         "                pass\n",
         ("frameworks/test_adopt.py::test_a_group_that_is_refused_leaves_nothing",),
     ),
-    Mutant(
+    PackageMutant(
         "torch's optimizers over a cut model take steps that a scaler would skip",
         "optim/wrapped.py",
         "ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]",
         "ready = list(ready)",
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
-    Mutant(
+    PackageMutant(
         "torch's optimizers over a cut model in bfloat16 train masters that nobody computes with",
         "optim/wrapped.py",
         "                flat.refresh_low()\n",
         "                pass\n",
         ("world/test_optimizers.py::test_torchs_optimizers_train_low_precision_by_masters[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "clipping is not seen by torch's optimizers over a cut model",
         "optim/wrapped.py",
         "            engine.boundary.apply_scale()\n",
         "            pass\n",
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
-    Mutant(
+    PackageMutant(
         "what a rank did not use counts as a zero gradient for torch's optimizers: its momentum goes on",
         "optim/wrapped.py",
         "counts = engine in ready and engine.boundary.used(flat)[i]",
         "counts = engine in ready",
         ("world/test_optimizers.py::test_optimizers[SGD-over shards-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "states of plain parameters share memory with what they were loaded from",
         "optim/plain.py",
         "mine = {k: v.clone(memory_format=flat) if",
         "mine = {k: v.contiguous() if",
         ("world/test_optimizers.py::test_a_drop_in_leaves_the_state_it_was_loaded_from_alone",),
     ),
-    Mutant(
+    PackageMutant(
         "step counts of other plain parameters go on where some have no gradient",
         "optim/plain.py",
         'if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:',
         "if shared is None or len(states) > len(views):",
         ("world/test_optimizers.py::test_drop_in_sees_what_changes_between_steps",),
     ),
-    Mutant(
+    PackageMutant(
         "8-bit moments are taken over without their exponents",
         "ops/storage/__init__.py",
         "return [stored[own], stored[numel + first : numel + last]]",
         "return [stored[own], stored[numel + first : numel + last].clone()]",
         ("checkpoint/test_contents.py::test_masters_keep_their_bits_whatever_the_precision[bf16-8bit-bf16-8bit]",),
     ),
-    Mutant(
+    PackageMutant(
         "equally long groups get states in the order they stand in, whatever their numbers",
         "optim/states.py",
         'order = [number for group in state_dict["param_groups"] for number in group["params"]]',
         'order = list(range(sum(len(group["params"]) for group in groups)))',
         ("world/test_optimizer_states.py::test_groups_of_equal_length_get_each_its_own_states",),
     ),
-    Mutant(
+    PackageMutant(
         "after a load the device counts on where it was",
         "optim/shards.py",
         "self._taken.forget(id(flat.parameters[i]))",
         "pass",
         ("world/test_optimizer_states.py::test_going_back_to_a_state_goes_back_in_steps",),
     ),
-    Mutant(
+    PackageMutant(
         "after a load of plain parameters the device counts on where it was",
         "optim/plain.py",
         'if self._taken.counts.get(id(parameter)) is not state["step"]:',
         "if id(parameter) not in self._taken.counts:",
         ("world/test_optimizer_states.py::test_going_back_to_a_state_goes_back_in_steps",),
     ),
-    Mutant(
+    PackageMutant(
         "the halves of masters that plain parameters lack are not loaded",
         "optim/plain.py",
         'mine["remainder"].view(-1).copy_(remainder)',
         "pass",
         ("world/test_optimizer_states.py::test_a_state_has_all_bits_of_masters",),
     ),
-    Mutant(
+    PackageMutant(
         "the halves of masters are lost where a model is loaded after its optimizer",
         "optim/plain.py",
         "self._loaded[id(parameter)] = parameter.detach().clone()",
         "pass",
         ("world/test_optimizer_states.py::test_a_state_has_all_bits_of_masters",),
     ),
-    Mutant(
+    PackageMutant(
         "what is written into plain parameters is undone by the next step",
         "optim/plain.py",
         "if seen != self._seen.get(device):",
         "if device not in self._seen:",
         ("world/test_drop_in.py::test_what_is_written_between_steps_lasts",),
     ),
-    Mutant(
+    PackageMutant(
         "float32 parameters have a master in the state that torch gets",
         "optim/plain.py",
         "        if parameter.dtype == torch.float32:\n            state.pop(",
         "        if parameter.dtype == torch.float16:\n            state.pop(",
         ("world/test_drop_in.py::test_states_of_any_layout_go_to_torch_and_back",),
     ),
-    Mutant(
+    PackageMutant(
         "moments of torch's stay in another order of memory",
         "optim/plain.py",
         "v.clone(memory_format=flat)",
         "v.clone()",
         ("world/test_drop_in.py::test_states_of_any_layout_go_to_torch_and_back",),
     ),
-    Mutant(
+    PackageMutant(
         "weight decay is AdamW's, whatever the options say",
         "optim/adam.py",
         '            options["decoupled_weight_decay"],\n',
         "            True,\n",
         ("world/test_optimizers.py::test_drop_in",),
     ),
-    Mutant(
+    PackageMutant(
         "a step that skip_nonfinite_ should skip is taken",
         "shard/clipping.py",
         "engine.boundary.skip_where(bad.float().view(1).to(engine.device), ids)",
         "pass",
         ("world/test_skipping.py::test_a_skipped_step_leaves_no_trace",),
     ),
-    Mutant(
+    PackageMutant(
         "an optimizer's zeros leave what another rank alone has brought",
         "shard/engine.py",
         "            flat.gradient.zeroed.add(i)",
         "            pass",
         ("world/test_zeros.py::test_zeros_update[zero3-SGD-by_one_optimizer]",),
     ),
-    Mutant(
+    PackageMutant(
         "each of two optimizers has all parameters sent that share a unit with its own",
         "shard/update.py",
         "            if self._is_left(unit):",
         "            if False:",
         ("world/test_two_optimizers.py::test_a_step_sends_what_was_foretold[zero1-one_after_the_other]",),
     ),
-    Mutant(
+    PackageMutant(
         "the step of one optimizer sends the units of another",
         "shard/update.py",
         "self._sends.update(unit for unit, key in slots if key in members)",
         "self._sends.update(self._units)",
         ("world/test_two_optimizers.py::test_only_units_that_were_updated_are_sent[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "of two optimizers the report counts what the last one has sent",
         "shard/counting.py",
         "self._restored += self._mesh.restored",
         "self._restored = self._mesh.restored.copy()",
         ("world/test_two_optimizers.py::test_only_units_that_were_updated_are_sent[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "gradients of one optimizer that overflow skip the step of another",
         "shard/boundary.py",
         "if not parameters.isdisjoint(members)]",
         "]",
         ("world/test_clipping_parts.py::test_an_overflow_skips_its_own_optimizer_later",),
     ),
-    Mutant(
+    PackageMutant(
         "of two optimizers of a model whose gradients overflow the second is not skipped",
         "shard/boundary.py",
         "(left := parameters - members)",
         "(left := parameters - self._trained)",
         ("world/test_clipping_parts.py::test_an_overflow_skips_every_optimizer_of_what_was_checked",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that clip different parts in a second call of a step train on",
         "shard/accord.py",
         'key = f"{name}, call {made + 1}" if made else name',
         "key = name",
         ("world/test_clipping_parts.py::test_ranks_that_give_different_parts_are_told[at the next step]",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter that one rank alone has not used is not missed",
         "shard/boundary.py",
         "if here[i] < ranks",
         "if here[i] == 0",
         ("world/test_skipping.py::test_an_unused_parameter_stops_every_rank",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter that was frozen later is missed",
         "shard/boundary.py",
         "                and flat.parameters[i].requires_grad\n",
         "",
         ("world/test_skipping.py::test_an_unused_parameter_stops_every_rank",),
     ),
-    Mutant(
+    PackageMutant(
         "bias_correction=False is not heard of",
         "optim/adam.py",
         "            self._corrects,\n",
         "            True,\n",
         ("world/test_adam_rules.py::test_over_plain_parameters_it_has_the_bits_of_the_formula",),
     ),
-    Mutant(
+    PackageMutant(
         "where the device counts, bias_correction=False is not heard of",
         "optim/adam.py",
         "1 - beta**count if bias_correction else torch.ones_like(count)",
         "1 - beta**count",
         ("world/test_adam_rules.py::test_stages_and_devices_that_count_give_the_same_bits",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks of which some correct moments' bias train on, each by its own rule",
         "shard/accord.py",
         "options = dict.fromkeys(key for group in groups for key in group.rule)",
         "options = dict.fromkeys(first.rule)",
         ("world/test_adam_rules.py::test_ranks_that_differ_are_told",),
     ),
-    Mutant(
+    PackageMutant(
         "of two optimizers under a scaler one decides for both",
         "optim/scaler.py",
         "overflow = self._found[id(optimizer)]",
         "overflow = [*self._found.values()][-1]",
         ("world/test_optimizer_states.py::test_each_of_two_optimizers_under_one_scaler_decides_for_itself",),
     ),
-    Mutant(
+    PackageMutant(
         "of two optimizers under a scaler the scale hears the last",
         "optim/scaler.py",
         "state.update(torch.stack(list(self._found.values())).amax())",
         "state.update([*self._found.values()][-1])",
         ("world/test_optimizer_states.py::test_each_of_two_optimizers_under_one_scaler_decides_for_itself",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks whose lr moves apart train on",
         "optim/terms.py",
         "if not all(map(is_, values, known.values)):",
         "if not known.digest:",
         ("world/test_accord.py::test_ranks_that_differ[a schedule that follows the ranks own loss-zero0]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks whose lr is a tensor that moves apart train on",
         "optim/terms.py",
         "_NOTHING if isinstance(value, Tensor) else value",
         "value",
         ("world/test_accord.py::test_ranks_that_differ[a tensor that is written-zero0]",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter that two chunks share is rounded in the second by random bits of the first",
         "optim/segments.py",
         "first.place + begin - first.begin",
         "first.place",
         ("world/test_chunks.py::test_chunks_move_no_bit[zero3-drawn]",),
     ),
-    Mutant(
+    PackageMutant(
         "what two chunks share of a parameter is updated by both",
         "optim/segments.py",
         "chosen[-1] = chosen[-1]._replace(end=end)",
         "pass",
         ("world/test_chunks.py::test_chunks_move_no_bit[hsdp-fp32]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks get a unit before all of its chunks are updated",
         "shard/update.py",
         "while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):",
         "while self._waiting:",
         ("world/test_chunks.py::test_a_unit_is_restored_when_its_last_chunk_is_done",),
     ),
-    Mutant(
+    PackageMutant(
         "an optimizer that clips by a norm of what it sees is taken for an element-wise one",
         "optim/probe.py",
         "apart = [make([piece]) for piece in pieces]",
         "apart = [make(pieces)]",
         ("world/test_elementwise.py::test_what_looks_beyond_an_element_is_refused_under_any_name",),
     ),
-    Mutant(
+    PackageMutant(
         "an optimizer whose learning rate begins at zero is not looked at",
         "optim/probe.py",
         'trial["lr"] = 0.1  # by',
@@ -428,64 +428,64 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_elementwise.py::test_a_learning_rate_of_zero_hides_nothing",),
     ),
     # Lion
-    Mutant(
+    PackageMutant(
         "Lion's momentum takes the beta of its update, and the update that of the momentum",
         "optim/lion.py",
         "beta1, beta2 = options",
         "beta2, beta1 = options",
         (LION,),
     ),
-    Mutant(
+    PackageMutant(
         "Lion goes down where it should go up",
         "optim/lion.py",
         'options["maximize"],\n',
         "False,\n",
         ("world/test_lion.py::test_it_goes_up_where_it_is_told_to",),
     ),
-    Mutant(
+    PackageMutant(
         "the decay of a Lion whose lr lies on the device is by the lr of the host, which is none",
         "optim/lion.py",
         "1 - lr * decay",
         "torch.ones_like(lr)",
         ("world/test_lion.py::test_an_overflow_skips_a_step_and_lr_may_lie_on_the_device",),
     ),
-    Mutant(
+    PackageMutant(
         "Lion moves what has no gradient and no momentum",
         "ops/reference/flat_lion.py",
         "torch.where(c < 0, -one, c)",
         "torch.where(c < 0, -one, one)",
         ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
     ),
-    Mutant(
+    PackageMutant(
         "Lion's weight decay shrinks what the update has moved already",
         "ops/reference/flat_lion.py",
-        "p.copy_(p * f32(k.decay, p) - f32(k.step_size, p) * sign)",
-        "p.copy_((p - f32(k.step_size, p) * sign) * f32(k.decay, p))",
+        "p.copy_(p * float32_scalar(k.decay, p) - float32_scalar(k.step_size, p) * sign)",
+        "p.copy_((p - float32_scalar(k.step_size, p) * sign) * float32_scalar(k.decay, p))",
         ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
     ),
-    Mutant(
+    PackageMutant(
         "Lion's momentum has the gradient before the update looks at it",
         "ops/reference/flat_lion.py",
-        "    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g\n",
-        "    m.copy_(f32(k.beta2, p) * m + f32(k.one_minus_beta2, p) * g)\n"
-        "    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g\n",
+        "    c = float32_scalar(k.beta1, p) * m + float32_scalar(k.one_minus_beta1, p) * g\n",
+        "    m.copy_(float32_scalar(k.beta2, p) * m + float32_scalar(k.one_minus_beta2, p) * g)\n"
+        "    c = float32_scalar(k.beta1, p) * m + float32_scalar(k.one_minus_beta1, p) * g\n",
         ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank whose sequences end early leaves the others waiting in generate()",
         "transformers.py",
         '{"synced_gpus": True, **',
         "{**",
         ("frameworks/test_trainer.py::test_generation_goes_on_until_all_ranks_have_finished",),
     ),
-    Mutant(
+    PackageMutant(
         "cpu:0 is another device than the CPU",
         "device/__init__.py",
         "return kind(torch.device(kind.kind) if kind is Cpu else torch.device(device))",
         "return kind(torch.device(device))",
         ("frameworks/test_adopt.py::test_frameworks_number_the_one_device_of_the_host",),
     ),
-    Mutant(
+    PackageMutant(
         "groups of ranks that do not divide them pass where a configuration is explained",
         "compat/deepspeed/configuration.py",
         "if size is not None and size > 0 and world % size:",

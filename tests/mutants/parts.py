@@ -2,67 +2,67 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 PARTS = "world/test_parts.py"
 LAST = f"{PARTS}::test_the_last_pass_of_a_part_sums_its_gradients_and_the_last_of_all_the_roots"
 FORETOLD = f"{PARTS}::test_what_is_sent_and_held_is_foretold"
 
 MUTANTS = (
-    Mutant(
+    PackageMutant(
         "what several parts share is summed over the ranks in one part's last pass",
         "shard/passes.py",
         "sum(part.expected - part.count for part in self._all if unit in part)",
         "self._part.expected - self._part.count",
         (f"{LAST}[Runner]",),
     ),
-    Mutant(
+    PackageMutant(
         "a part's backward pass reduces all parts' gradients",
         "shard/passes.py",
-        "for unit in in_turn(part.units) for flat",
-        "for unit in in_turn(self._units) for flat",
+        "for unit in reduction_order(part.units) for flat",
+        "for unit in reduction_order(self._units) for flat",
         (f"{FORETOLD}[two parts interleaved]",),
     ),
-    Mutant(
+    PackageMutant(
         "a part's backward pass lets go of what other parts hold for theirs",
         "shard/passes.py",
         "        for unit in self._part.units:\n            unit.computing",
         "        for unit in self._units:\n            unit.computing",
         (f"{FORETOLD}[two parts, all forwards first]",),
     ),
-    Mutant(
+    PackageMutant(
         "passes of a step that raised count for the one after it",
         "shard/passes.py",
         "if self._failed and not again:",
         "if False:",
         (f"{LAST}[FailsInBackward]",),
     ),
-    Mutant(
+    PackageMutant(
         "gradients that were taken end no pass",
         "shard/passes.py",
         "                    flat.parameters[i].grad = flat.gradient.markers[i]\n            self.backward_ends()\n",
         "                    flat.parameters[i].grad = flat.gradient.markers[i]\n",
-        (f"{PARTS}::test_gradients_that_were_taken_are_those_of_backward[zero2-tied]",),
+        (f"{PARTS}::test_gradients_that_were_taken_are_those_of_backward[zero2-build_tied_chain]",),
     ),
-    Mutant(
+    PackageMutant(
         "backward goes from one part into the next unnoticed",
         "shard/passes.py",
         "if unit not in self._part:",
         "if False:",
         (f"{PARTS}::test_what_does_not_fit_is_refused",),
     ),
-    Mutant(
+    PackageMutant(
         "the root's output counts as it comes for the first part",
         "shard/finite.py",
         "            self._order.pop(0, None)",
         "            pass",
         (f"{PARTS}::test_a_finite_guard_names_the_stage",),
     ),
-    Mutant(
+    PackageMutant(
         "the schedule takes every unit for every part's",
         "plan/schedule.py",
-        "[Part([units[i] for i in each], self._spans) for each in step.parts]",
-        "[Part(units, self._spans) for each in step.parts]",
+        "[UnitPart([units[i] for i in each], self._spans) for each in step.parts]",
+        "[UnitPart(units, self._spans) for each in step.parts]",
         (f"{FORETOLD}[two parts interleaved]",),
     ),
 )

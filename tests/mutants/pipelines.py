@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 PIPE = "parallel/test_pipeline.py::"
 FAULTS = "parallel/test_pipeline_faults.py::"
 TRAINS = f"{PIPE}test_two_ranks_train_as_one_process_does"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "micro-batches' losses are summed, not averaged",
         "parallel/pipeline.py",
         "loss = loss / self._schedule.micro_batches",
         "loss = loss / 1",
         (f"{TRAINS}[1f1b-1-2]",),
     ),
-    Mutant(
+    PackageMutant(
         "the loss that is told is not averaged over data ranks",
         "parallel/pipeline.py",
         "self._schedule.micro_batches * self._mesh.shape.data",
         "self._schedule.micro_batches",
         (f"{PIPE}test_a_rank_holds_and_sends_what_was_foretold", f"{PIPE}test_the_loss_is_the_mean_over_data_ranks"),
     ),
-    Mutant(
+    PackageMutant(
         "gradients of frozen activations travel as well",
         "parallel/edges.py",
-        "return Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)",
-        "return Piece(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point())",
+        "return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)",
+        "return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point())",
         (f"{PIPE}test_no_gradient_crosses_an_edge_that_needs_none",),
     ),
-    Mutant(
+    PackageMutant(
         "a stage that has raised leaves its row",
         "parallel/edges.py",
         "self._back.send(micro, self._zeros(self._returning) if gradients is None else gradients)",
         "self._back.send(micro, () if gradients is None else gradients)",
         (f"{FAULTS}test_a_stage_that_raises_is_named_on_every_rank_and_training_goes_on",),
     ),
-    Mutant(
+    PackageMutant(
         "shapes are those of the last step",
         "parallel/edges.py",
         "self.layout, self.closed = None, False",
         "self.closed = False",
         (f"{PIPE}test_batches_of_other_lengths_follow_each_other",),
     ),
-    Mutant(
+    PackageMutant(
         "micro-batches of other shapes are sent",
         "parallel/edges.py",
         "if outputs is not None and outputs.layout != self.layout:",
         "if outputs is not None and outputs.bare != self.layout.bare:",
         (f"{FAULTS}test_micro_batches_of_unequal_shapes",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters are gathered for each micro-batch under presets, too",
         "parallel/kept.py",
         "return kept if all(",
         "return plan if all(",
         (f"{PIPE}test_presets_keep_parameters_between_micro_batches",),
     ),
-    Mutant(
+    PackageMutant(
         "what a schedule calls alive is let go at once",
         "parallel/pipeline.py",
         "len(self._live) + len(self._owed)",
         "len(self._live)",
         (f"{TRAINS}[zero-bubble-1-2]",),
     ),
-    Mutant(
+    PackageMutant(
         "a weight that several nodes lead to gets some of its gradient twice",
         "parallel/split_backward.py",
-        "for node in group.nodes[1:] and group.nodes]",
-        "for node in group.nodes[:0]]",
+        "for node in group.nodes[1:] and group.nodes\n",
+        "for node in group.nodes[:0]\n",
         ("parallel/test_split_backward.py::test_a_weight_used_twice",),
     ),
-    Mutant(
+    PackageMutant(
         "tensor ranks that hold the same send all of it each",
         "parallel/edges.py",
         "return flat.chunk(group.size)[group.rank]",

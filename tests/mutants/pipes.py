@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 MESHES = "checkpoint/test_pipes.py::test_any_mesh_loads_what_stages_saved_and_back"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "what both ends of a pipeline have is written by both",
         "checkpoint/parts.py",
         "return not self.flat.plan.tied or shape.index((ENDS,), rank) == 0",
         "return True",
         (MESHES,),
     ),
-    Mutant(
+    PackageMutant(
         "a checkpoint has the optimizer's groups of the first stage alone",
         "checkpoint/stages.py",
         "for share in some for name in",
         "for share in some[:1] for name in",
         (MESHES,),
     ),
-    Mutant(
+    PackageMutant(
         "a buffer that every stage has is written by each",
         "checkpoint/saving.py",
         "if entry.key not in before]",
         "]",
         (MESHES,),
     ),
-    Mutant(
+    PackageMutant(
         "blocks that ranks have in turn come in the order of ranks",
         "shard/everyone.py",
         "next(numbers) if part.isdecimal() else part",
         "part",
         (MESHES,),
     ),
-    Mutant(
+    PackageMutant(
         "each stage loads a state dict of its own",
         "shard/state_dict.py",
-        "state = {**state, **_from_rank_0(line, stages, state, said[0][1])}",
-        "_from_rank_0(line, stages, state, said[0][1])",
+        "state = {**state, **_receive_from_rank0(line, stages, state, said[0][1])}",
+        "_receive_from_rank0(line, stages, state, said[0][1])",
         ("checkpoint/test_pipes.py::test_a_whole_state_dict_goes_into_stages",),
     ),
-    Mutant(
+    PackageMutant(
         "files may have what no stage has",
         "shard/build.py",
         "        origin.check_stages(ranks)\n",

@@ -2,90 +2,90 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 FILE = "parallel/test_cli_axes.py"
 SENT = f"{FILE}::test_ranks_send_and_hold_what_plan_says"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "tensor ranks are taken to hold all of each parameter",
         "planner/axes.py",
-        "    note(module, divide(module, None, ranks, MODES[mode].sliced))\n",
+        "    mark_parameters(module, build_tensor_division(module, None, ranks, MODES[mode].sliced))\n",
         "",
         (f"{SENT}[llama-mtp-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "fsp is taken for msp",
         "planner/axes.py",
         '*["all_gather"] * (sliced and mode.thrifty)',
         '*["all_gather"] * False',
         (f"{SENT}[tied-fsp-zero2]",),
     ),
-    Mutant(
+    PackageMutant(
         "what the blocks get and give as slices is taken to be free",
         "planner/axes.py",
         'yield from (("", "all_gather", width) for _ in range(2))',
         "yield from ()",
         (f"{SENT}[qwen3-msp-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "logits that are gathered are forgotten",
         "planner/axes.py",
         '            if division.words[path].whole:\n                yield path, "all_gather"',
         '            if False:\n                yield path, "all_gather"',
         (f"{SENT}[llama-mtp-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "layers send as much in each step as in one micro-batch",
         "planner/axes.py",
         "Counter())[verb] += micro_batches * sent",
         "Counter())[verb] += sent",
         (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
     ),
-    Mutant(
+    PackageMutant(
         "key heads go once, however often ranks repeat them",
         "planner/axes.py",
         "repeated = keys * (ranks // math.gcd(keys, ranks))",
         "repeated = keys",
         (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
     ),
-    Mutant(
+    PackageMutant(
         "tensor ranks on a host are taken to have data of their own",
         "planner/axes.py",
         "math.gcd(max(1, host // tensor), rest)",
         "math.gcd(host, rest)",
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
     ),
-    Mutant(
+    PackageMutant(
         "bytes along an axis are those of the last collective alone",
         "plan/predict.py",
         "counter[axis, collective.verb] += times * nbytes",
         "counter[axis, collective.verb] = times * nbytes",
         ("world/test_axes_bytes.py::test_a_rank_sends_along_each_axis_what_was_foretold[2-2-zero3-bf16]",),
     ),
-    Mutant(
+    PackageMutant(
         "norms of heads in a model that was counted without transformers go their own ways",
         "planner/models/modules.py",
         '"replicated_with_grad_allreduce"',
         '"replicate"',
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that share a sequence are taken to have one each",
         "planner/estimate.py",
         "return mesh.data // mesh.sequence",
         "return mesh.data",
         ("planner/test_search_axes.py::test_each_size_of_each_axis_is_looked_at_beside_each_other",),
     ),
-    Mutant(
+    PackageMutant(
         "the first rank of a pipeline is taken to have one micro-batch under way",
         "planner/memory.py",
         "under_way = min(ranks - rank, run.micro_batches)",
         "under_way = 1",
         ("planner/test_activations_held.py::test_a_stage_of_a_pipeline_holds_the_micro_batches_under_way",),
     ),
-    Mutant(
+    PackageMutant(
         "a pipeline is taken to wait longer than it does before any run is timed",
         "planner/estimate.py",
         "return (run.micro_batches + mesh.pipe - 1) * each",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 FILE = "parallel/test_cli_pipeline.py"
 SENT = f"{FILE}::test_ranks_hold_and_send_what_plan_says"
 BRIDGE = "parallel/test_torch_stage.py::test_training_equals_plain_torch[2]"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "the emptiest rank of a pipeline stands for all",
         "cli/pipes.py",
         "return max(found, key=held_bytes)",
         "return min(found, key=held_bytes)",
         (f"{SENT}[llama-1f1b-1-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "plan foretells what is kept between micro-batches, whatever memory there is",
         "planner/stages.py",
         "max(map(held_bytes, found.values())) <= BETWEEN_SHARE * memory_bytes",
@@ -26,14 +26,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "planner/test_search_axes.py::test_a_pipeline_keeps_parameters_unsharded_where_it_would",
         ),
     ),
-    Mutant(
+    PackageMutant(
         "what a size leaves over is on no rank of a pipeline",
         "planner/stages.py",
         'if "rest" in module._parameters:',
         "if False:",
         (f"{FILE}::test_a_size_alone_is_cut_as_well",),
     ),
-    Mutant(
+    PackageMutant(
         "torch's schedules leave gradients undivided by the number of micro-batches",
         "parallel/torch_stage.py",
         "1.0 / grad_scale_factor",

@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 FILE = "parallel/test_schedule.py"
 HAND = f"{FILE}::test_small_tables_by_hand"
 SOURCE = "parallel/schedule.py"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "ranks of 1f1b run as many forwards ahead as the ones at the other end should",
         SOURCE,
         '"1f1b": ranks - rank - 1,',
         '"1f1b": rank,',
         (HAND,),
     ),
-    Mutant(
+    PackageMutant(
         "ranks of interleaved hurry one forward too few ahead for each rank behind them",
         SOURCE,
         '"interleaved": 2 * (ranks - rank - 1) +',
         '"interleaved": (ranks - rank - 1) +',
         (f"{FILE}::test_peaks_are_exact",),
     ),
-    Mutant(
+    PackageMutant(
         "chunks go backward in the order in which they go forward",
         SOURCE,
         "for stage in reversed(stages) for micro",
         "for stage in stages for micro",
         (HAND,),
     ),
-    Mutant(
+    PackageMutant(
         "no rank puts off gradients of weights, and the bubble is twice as long",
         SOURCE,
-        "_split(row, late=rank)",
-        "_split(row, late=0)",
+        "_split_backwards(row, late=rank)",
+        "_split_backwards(row, late=0)",
         (HAND,),
     ),
-    Mutant(
+    PackageMutant(
         "activations are taken to be free while gradients of weights still need them",
         SOURCE,
         '"I": 0, "W": -1}',
         '"I": -1, "W": 0}',
         (f"{FILE}::test_peaks_are_exact",),
     ),
-    Mutant(
+    PackageMutant(
         "a backward is planned before the next stage's",
         SOURCE,
         "last = stage == self.stages - 1",
         "last = True",
         (f"{FILE}::test_a_deadlock_says_who_waits_for_what",),
     ),
-    Mutant(
+    PackageMutant(
         "a schedule that no rank can run ends as if it had run",
         SOURCE,
         "    if any(left):\n",
         "    if not left:\n",
         (f"{FILE}::test_a_deadlock_says_who_waits_for_what",),
     ),
-    Mutant(
+    PackageMutant(
         "interleaved takes micro-batches that its ranks do not divide",
         SOURCE,
         "chunks > 1 and micro_batches % ranks",

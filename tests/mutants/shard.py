@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 LOOPS = "world/test_behaviour.py::test_loops"
 GRADIENTS = "world/test_gradients.py::test_gradients"
@@ -12,21 +12,21 @@ ORDER = "world/test_order.py::test_the_engine_keeps_to_the_schedule"
 
 MUTANTS = (
     # in which order
-    Mutant(
+    PackageMutant(
         "reductions start in the order of forward",
         "shard/parts.py",
         "return [*reversed(units[1:]), units[0]]",
         "return list(units)",
         (f"{ORDER}[True-1-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "the next unit is gathered only once its own forward begins",
         "shard/passes.py",
         "self._start_gathers(self._part.trace.after(unit.index, self._ahead))",
         "pass",
         (f"{ORDER}[True-1-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "the schedule knows of one wire where two are filled",
         "plan/reductions.py",
         "        self._moves += launch[:-1]\n        self._advance()\n",
@@ -34,42 +34,42 @@ MUTANTS = (
         ("world/test_traffic_memory.py::test_report_equals_predict[fp32 plain-zero3]",),
     ),
     # what is gathered
-    Mutant(
+    PackageMutant(
         "a unit that was gathered ahead and not used computes with the parameters of before the step",
         "shard/gather.py",
         "            self.finish(unit)\n        more =",
         "            return\n        more =",
         (f"{GRADIENTS}[an evaluation that foresees another unit-hsdp]",),
     ),
-    Mutant(
+    PackageMutant(
         "a unit computes before its parameters have arrived",
         "shard/gather.py",
         "handle.wait()",
         "pass",
         (f"{LATE}[several forwards before one backward-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "what is kept between forward and backward is not what was gathered",
         "shard/gather.py",
         "flat.held[rest].tensor.copy_(flat.whole[slice(*rest.range)])",
         "pass",
         (f"{LOOPS}[several forwards before one backward-hpz]",),
     ),
-    Mutant(
+    PackageMutant(
         "a forward that clamps its weight trains on as if it had not",
         "shard/gather.py",
         "self._writes.look(unit)",
         "pass",
         ("world/test_writes.py::test_a_forward_that_writes_its_weight[zero3-by_data]",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters that an update has sent are read before they have arrived",
         "shard/restore.py",
         "handle.wait()",
         "pass",
         (f"{LATE}[several forwards before one backward-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters may be read after a step while other ranks' parts of them are those of before",
         "shard/restore.py",
         "            unit.close()",
@@ -77,245 +77,246 @@ MUTANTS = (
         ("world/test_late.py::test_reading_what_a_step_has_sent",),
     ),
     # gradients
-    Mutant(
+    PackageMutant(
         "gradients are divided by the ranks of a group, not of the world",
         "shard/gradient.py",
         "1.0 / rests.averaged.size",
         "1.0 / rests.gradients.group.size",
         ("world/test_parity.py::test_training_equals_plain_torch[one micro-batch-2-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "what was summed under no_sync is lost when the last micro-batch is synchronized",
         "shard/gradient.py",
-        "return Route.SEND if self.unsynced is None else Route.BOTH",
-        "return Route.SEND",
+        "return GradientRoute.SEND if self.unsynced is None else GradientRoute.BOTH",
+        "return GradientRoute.SEND",
         (f"{LOOPS}[no sync until the last micro batch-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "a pass under no_sync after a synchronized one does not count",
         "shard/reduce.py",
-        "owing = self._last.get(gradient, Pass.ALONE) is Pass.ALONE",
+        "owing = self._last.get(gradient, BackwardRole.ALONE) is BackwardRole.ALONE",
         "owing = gradient not in self._last",
         (f"{GRADIENTS}[no sync after a synchronised pass-hsdp]",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank that has no batch in a step leaves the others waiting",
         "shard/reduce.py",
         "self._last = {}\n        for gradient in self._order:\n            gradient.forget()",
         "for gradient in self._order:\n            gradient.forget()",
         ("world/test_behaviour.py::test_ranks_may_run_different_units[ranks_without_a_batch-zero2]",),
     ),
-    Mutant(
+    PackageMutant(
         "in bfloat16 all micro-batches but the last are lost",
         "shard/gradient.py",
-        "return Route.SEND if alone and Content.ALONE not in self.content else Route.KEEP",
-        "return Route.SEND if alone else Route.KEEP",
+        "return GradientRoute.SEND if alone and GradientContent.ALONE not in self.content else GradientRoute.KEEP",
+        "return GradientRoute.SEND if alone else GradientRoute.KEEP",
         ("world/test_precision.py::test_training_equals_mixed_precision_by_hand",),
     ),
-    Mutant(
+    PackageMutant(
         "a gradient that was dropped after no_sync comes back",
         "shard/gradient.py",
         "self.zero_absent(self.unsynced)",
         "",
         (f"{GRADIENTS}[dropped after no sync and used again by one rank-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "what is left in the gaps of a lent wire counts in the norm of gradients",
         "shard/gradient.py",
         "        if not gaps_are_zero:",
         "        if False:",
         ("world/test_clipping.py::test_gaps_count_for_nothing",),
     ),
-    Mutant(
+    PackageMutant(
         "what a rank does not use gets the gradient that the lent wire held before",
         "shard/gradient.py",
         "if not self.contribution.complete:",
         "if False:",
         (f"{LOOPS}[branches that differ between ranks-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "under zero0 and zero1 what is not used in this step has the gradient of the last",
         "shard/reduce.py",
         "gradient.zero_absent(gradient.kept.values)",
         "pass",
         (f"{LOOPS}[branches that differ between ranks-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "gradients that were reduced before further micro-batches are lost",
         "shard/gradient.py",
         "self.own.add_(self.carry)",
         "pass",
         (f"{LOOPS}[clipping and then more gradients-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "dropped gradients that were set aside for more micro-batches come back after zero_grad",
         "shard/gradient.py",
         "        self._drop_carry()\n        self._drop_unsynced()",
         "        self._drop_unsynced()",
         (f"{GRADIENTS}[all dropped while the reduced are set aside-zero0]",),
     ),
-    Mutant(
+    PackageMutant(
         "micro-batches of a cut gradient replace each other",
         "shard/reduce.py",
         "tag, accumulate=gradient.summing)",
         "tag, accumulate=False)",
         (f"{LOOPS}[micro batches that change in number-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "replicas of a group train apart",
         "shard/reduce.py",
         "if boundary and gradient.rests.beyond.many:",
         "if False:",
         ("world/test_parity.py::test_training_equals_plain_torch[one micro-batch-4-hsdp]",),
     ),
-    Mutant(
+    PackageMutant(
         "a sum that should travel in float32 is rounded to the wire",
         "shard/reduce.py",
         "if gradient.sums == gradient.wire and not any(hop.bits for hop in hops):",
         "if True:",
         ("world/test_precision.py::test_training_equals_mixed_precision_by_hand",),
     ),
-    Mutant(
+    PackageMutant(
         "a step begins while the last reduction is under way",
         "shard/reduce.py",
-        "        self.drain()\n        self._last = dict.fromkeys(self._order, Pass.SUMMED)\n        self._mover",
-        "        self._last = dict.fromkeys(self._order, Pass.SUMMED)\n        self._mover",
+        "        self.drain()\n        self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)\n"
+        "        self._mover",
+        "        self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)\n        self._mover",
         (f"{LATE}[micro batches and clipping-hsdp]",),
     ),
-    Mutant(
+    PackageMutant(
         "the reduction under way writes over a gradient that was dropped",
         "shard/boundary.py",
         "                self._reducer.drain()\n                flat.gradient.clear(i)",
         "                flat.gradient.clear(i)",
         (f"{LATE}[some gradients that are dropped-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "the factor of the last step's clipping multiplies this step's gradients",
         "shard/boundary.py",
         "self.gradient_scale.fill_(1.0)\n        self._scaled = False\n        self._skips.clear()",
         "self._scaled = False\n        self._skips.clear()",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "clipping is forgotten when more micro-batches follow",
         "shard/boundary.py",
         "flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))",
         "pass",
         (f"{LOOPS}[clipping and then more gradients-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "p.grad = None between two micro-batches does not drop the first one's",
         "shard/boundary.py",
-        "        self._clear_dropped(present)\n        self._stage = Stage.OPEN",
-        "        self._stage = Stage.OPEN",
+        "        self._clear_dropped(present)\n        self._stage = BoundaryPhase.OPEN",
+        "        self._stage = BoundaryPhase.OPEN",
         (f"{LOOPS}[some gradients that are dropped-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "a gradient that was dropped just before the step counts in the norm",
         "shard/boundary.py",
         "        self._clear_dropped(present)\n        self._values.look_at_whole()",
         "        self._values.look_at_whole()",
         (f"{GRADIENTS}[dropped before the step-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "the norm of gradients is that of before the last micro-batch",
         "shard/boundary.py",
-        "        self._stage = Stage.OPEN\n        self.sums.forget()",
-        "        self._stage = Stage.OPEN",
+        "        self._stage = BoundaryPhase.OPEN\n        self.sums.forget()",
+        "        self._stage = BoundaryPhase.OPEN",
         (f"{LOOPS}[clipping and then more gradients-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "the norm after unscaling is that of the scaled gradients",
         "shard/gradients.py",
         "self._boundary.sums.norm(p, self.places) * self._boundary.gradient_scale[0]",
         "self._boundary.sums.norm(p, self.places)",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "clipping makes small gradients larger",
         "shard/clipping.py",
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",
         "(max_norm / (total + 1e-6))",
         (f"{LOOPS}[clipping what is small-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "each rank clips by the norm of its own shard",
         "shard/sums.py",
         'owners.communicator("control").all_reduce(sums.view(-1), tag="gradient norm").wait()',
         "pass",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "a step that one check would skip is taken since the next would not",
         "shard/boundary.py",
         "reduce(torch.maximum, flags) if flags",
         "flags[-1] if flags",
         ("world/test_finite_guard.py::test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to",),
     ),
-    Mutant(
+    PackageMutant(
         "what another rank alone used is not updated on this one",
         "shard/boundary.py",
         "if anywhere and not here:",
         "if False:",
         (f"{LOOPS}[some gradients that are kept-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "no_sync within no_sync ends both: gradients are sent more often",
         "shard/passes.py",
         "            self._alone = before",
         "            self._alone = False",
         ("world/test_traffic_memory.py::test_under_no_sync_gradients_are_sent_once_and_kept_whole",),
     ),
-    Mutant(
+    PackageMutant(
         "autocast computes with copies of the parameters of before the step",
         "shard/passes.py",
         "torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here",
         "pass",
         ("world/test_autocast.py::test_the_cache_keeps_no_copy_of_what_is_released",),
     ),
-    Mutant(
+    PackageMutant(
         "buffers are each rank's own",
         "shard/values.py",
         '            self._mesh.communicator(STAGE, "control").broadcast(raw, root=0, tag="buffers").wait()\n',
         "",
         ("world/test_state.py::test_all_ranks_start_from_rank_0[zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter that reentrant checkpointing uses twice has the gradient of its last use",
         "shard/contribution.py",
         "gradient if earlier is None else earlier + gradient",
         "gradient",
         ("world/test_gradients.py::test_a_unit_that_reentrant_checkpointing_runs_twice",),
     ),
-    Mutant(
+    PackageMutant(
         "a gradient that one rank had used, and all have dropped, counts in the norm",
         "shard/boundary.py",
         "if dropped:  # a rank dropped a gradient that the others have through it",
         "if False:",
         (f"{GRADIENTS}[dropped by all though few had used them-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "unscaling the gradients of one optimizer unscales those of the other, too",
         "shard/gradients.py",
         "if not some_only:",
         "if True:",
         ("world/test_scaler.py::test_two_optimizers_under_one_scaler",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks of different learning rates train on, each its shard by its own",
         "shard/boundary.py",
         "self.accord.look(sums[-DIGEST_BITS:])",
         "pass",
         ("world/test_accord.py::test_a_step_after_all_have_the_same_again[zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that freeze different parameters train on",
         "shard/accord.py",
         "if self._said or self._frozen:",
         "if self._said:",
         ("world/test_accord.py::test_ranks_that_differ[freezing later-zero3]",),
     ),
-    Mutant(
+    PackageMutant(
         "an optimizer that was only looked at takes the place of the one that steps",
         "shard/accord.py",
         "if not any(id(other) in self._stepped for other in self._rules if other.members & rules.members):",
@@ -323,112 +324,112 @@ MUTANTS = (
         ("world/test_accord.py::test_what_ranks_may_do_differently",),
     ),
     # units and flats
-    Mutant(
+    PackageMutant(
         "what was left in the memory of gradients counts in their norm",
         "shard/accumulator.py",
         "            self._zero_gaps(self.buffer)",
         "            pass",
         ("world/test_clipping.py::test_gaps_count_for_nothing",),
     ),
-    Mutant(
+    PackageMutant(
         "a cut gradient begins with what the last step left",
         "shard/gradient.py",
         "self.zeroed.clear()\n        self.summing = False",
         "self.zeroed.clear()",
         (f"{LOOPS}[steps that zero nothing-zero3]", f"{LOOPS}[a closure-zero3]"),
     ),
-    Mutant(
+    PackageMutant(
         "a gradient that was dropped under no_sync comes back with the next micro-batch",
         "shard/gradient.py",
-        "        self.content[i] = Content.NOWHERE\n",
+        "        self.content[i] = GradientContent.NOWHERE\n",
         "",
         (f"{GRADIENTS}[dropped after no sync-hsdp]",),
     ),
-    Mutant(
+    PackageMutant(
         "a gradient that was dropped after clipping comes back where more micro-batches follow",
         "shard/gradient.py",
         "for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):",
         "for buffer, rest in ((self.kept.values, self.rests.gradients),):",
         (f"{GRADIENTS}[dropped while the reduced are set aside-zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "a whole parameter that a program has written keeps the lower halves of its old values",
         "shard/flat.py",
         "                self.exact.clear(self.own_slots[i])",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[zero1-bf16-split-False]",),
     ),
-    Mutant(
+    PackageMutant(
         "elements that a program has written keep the lower halves of their old values",
         "shard/flat.py",
-        "                self.exact.clear(self._all, storage.bits(own_written) != storage.bits(before))",
+        "                self.exact.clear(self._all, storage.view_bits(own_written) != storage.view_bits(before))",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[hsdp-bf16-split-False]",),
     ),
-    Mutant(
+    PackageMutant(
         "loaded parameters are not the rounded masters that training gives",
         "shard/spread.py",
-        'ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")',
+        'ops.cast(materialize_lazy(values.to(target.device, torch.float32)), target, rounding="away")',
         "target.copy_(values)",
         ("world/test_state.py::test_loaded_parameters_are_rounded_as_an_update_rounds_them[bf16]",),
     ),
-    Mutant(
+    PackageMutant(
         "a rank loads the states of its neighbour's part",
         "shard/flat.py",
         "return whole.reshape(-1)[own.start + shift : own.stop + shift]",
         "return whole.reshape(-1)[own.start : own.stop]",
         ("world/test_optimizers.py::test_training_moves_to_torch_and_back",),
     ),
-    Mutant(
+    PackageMutant(
         "shards overlap by an element",
         "shard/layout.py",
         "return begin, max(begin, min(a[1], b[1]))",
         "return begin, max(begin, min(a[1], b[1]) + 1)",
         ("unit/shard/test_layout.py",),
     ),
-    Mutant(
+    PackageMutant(
         "shards are not equally long",
         "shard/layout.py",
         "ranks * max(SHARD_BYTES // itemsize, shard)",
         "max(SHARD_BYTES // itemsize, shard)",
         ("unit/shard/test_layout.py",),
     ),
-    Mutant(
+    PackageMutant(
         "the wrong unit is gathered ahead",
         "shard/prefetch.py",
         "for other in trace[at + 1 :]:",
         "for other in trace[at + 2 :]:",
         ("unit/shard/test_prefetch.py",),
     ),
-    Mutant(
+    PackageMutant(
         "values that trade places within a parameter are taken for unchanged",
         "shard/writes.py",
-        "(_mixed(piece) * places).sum()",
-        "_mixed(piece).sum()",
+        "(_mix_bits(piece) * places).sum()",
+        "_mix_bits(piece).sum()",
         ("world/test_writes.py::test_ranks_that_write_the_same_values_to_other_places",),
     ),
-    Mutant(
+    PackageMutant(
         "a lent buffer is taken for one of zeros",
         "memory/pool.py",
         "return buffer, left == kind",
         "return buffer, True",
         ("world/test_clipping.py::test_gaps_count_for_nothing",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks that clip by different values train on",
         "shard/accord.py",
         "if self._said or self._frozen:",
         "if self._frozen:",
         ("world/test_accord.py::test_ranks_that_differ[another clip value-zero0]",),
     ),
-    Mutant(
+    PackageMutant(
         "a forward that raises leaves the units that it came to gathered",
         "shard/passes.py",
         "if unit.guarded and whole and not in_backward():",
         "if False:",
         ("world/test_raising.py::test_nothing_stays_gathered",),
     ),
-    Mutant(
+    PackageMutant(
         "the masters of what a part of a state leaves alone are rounded",
         "shard/values.py",
         "                if len(given) == len(flat.parameters):\n",
@@ -436,7 +437,7 @@ MUTANTS = (
         "                    given = {i: given.get(i, p.detach()) for i, p in enumerate(flat.parameters)}\n",
         ("world/test_state.py::test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "a module's own state_dict() ends a save of gathered weights",
         "shard/state_dict.py",
         '        parameter.__dict__["_npuzero_given"] = state[name]\n',

@@ -2,92 +2,92 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 HOME = "parallel/test_stages.py::"
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
+MUTANTS: tuple[PackageMutant, ...] = (
+    PackageMutant(
         "the slowest stage takes longer than it has to",
         "parallel/splits.py",
         "(max(heaviest, sums[end] - sums[begin]), [*counts, end - begin])",
         "(heaviest + sums[end] - sums[begin], [*counts, end - begin])",
         ("parallel/test_splits.py",),
     ),
-    Mutant(
+    PackageMutant(
         "of equally fast splits one is taken whose largest stage does not fit",
         "parallel/splits.py",
-        "return _least(numels, numels, costs, bound, stages)[1]",
-        "return _least(costs, numels, costs, bound, stages)[1]",
+        "return _minimize_heaviest(numels, numels, costs, bound, stages)[1]",
+        "return _minimize_heaviest(costs, numels, costs, bound, stages)[1]",
         ("parallel/test_splits.py",),
     ),
-    Mutant(
+    PackageMutant(
         "a stage is given activation functions alone",
         "parallel/splits.py",
         " and held[end] > held[begin]",
         "",
         ("parallel/test_splits.py",),
     ),
-    Mutant(
+    PackageMutant(
         "the embedding's elements weigh like those of a head",
         "parallel/stages.py",
         "lookups = nn.Embedding, nn.EmbeddingBag",
         "lookups = (nn.EmbeddingBag,)",
         (f"{HOME}test_embeddings_cost_nothing_and_heads_do",),
     ),
-    Mutant(
+    PackageMutant(
         "a later stage computes its first block on nothing",
         "parallel/stage_models.py",
         "self._begin.given = hidden",
-        "self._begin.given = _stand_in(hidden, 1)",
+        "self._begin.given = _make_placeholder(hidden, 1)",
         (f"{HOME}test_a_transformers_model_is_divided_anywhere",),
     ),
-    Mutant(
+    PackageMutant(
         "positions on later stages are those of a slice of the sequence",
         "parallel/stage_models.py",
         "return found[2] if first < begin <= last else 1",
         "return 1",
         (f"{HOME}test_over_tensor_ranks[msp-llama]",),
     ),
-    Mutant(
+    PackageMutant(
         "ranks keep the blocks of all stages",
         "parallel/stage_models.py",
         "        self._argument = argument\n\n    def forward(self, *args: Any, **options: Any) -> Any:\n"
-        "        return _first(args, options, self._argument)\n",
+        "        return _get_first_argument(args, options, self._argument)\n",
         "        self._argument = argument\n        self._block = block\n\n"
         "    def forward(self, *args: Any, **options: Any) -> Any:\n"
-        "        return _first(args, options, self._argument)\n",
+        "        return _get_first_argument(args, options, self._argument)\n",
         (f"{HOME}test_blocks_of_other_ranks_are_let_go",),
     ),
-    Mutant(
+    PackageMutant(
         "dropout beside the blocks stays on in evaluation",
         "parallel/stage_models.py",
         "        self._model.train(mode)\n",
         "        pass\n",
         (f"{HOME}test_modes_reach_what_a_stage_has_beside_its_blocks",),
     ),
-    Mutant(
+    PackageMutant(
         "a tied embedding is in another unit on the first rank than on the last",
         "parallel/stages.py",
         "(home.names if name in self.tied else [name])",
         "[name]",
         (f"{HOME}test_a_tied_embedding_is_in_the_root_unit_of_both_ends",),
     ),
-    Mutant(
+    PackageMutant(
         "both ends of a pipeline follow their own gradients of a tied embedding, and drift apart",
         "parallel/stages.py",
         "relate_parameter(division.model.get_parameter(name), PIPE, Relation.SUMMED)",
         "pass",
         (f"{HOME}test_a_tied_embedding_is_in_the_root_unit_of_both_ends",),
     ),
-    Mutant(
+    PackageMutant(
         "stages have the buffers of blocks elsewhere, which no rank keeps up",
         "parallel/stages.py",
         "        if not absent:  # one table",
         "        if True:  # one table",
         (f"{HOME}test_buffers_of_blocks_are_on_their_stage",),
     ),
-    Mutant(
+    PackageMutant(
         "ties that no rank can keep are trained apart",
         "parallel/stages.py",
         "if len(where) > 1 and where != [0, ranks - 1]:",

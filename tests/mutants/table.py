@@ -35,7 +35,7 @@ from . import (
     wire_ops,
     wires,
 )
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 PARTS = (
     plan,
@@ -70,4 +70,4 @@ PARTS = (
     wire_ops,
     wires,
 )
-MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)
+MUTANTS: tuple[PackageMutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)

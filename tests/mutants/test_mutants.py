@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from .mutant import ROOT, Mutant, killed
+from .mutant import ROOT, PackageMutant, kill_mutant
 from .table import MUTANTS
 
 #: What `make test` runs, of little work: it says that the runner tells.
@@ -14,7 +14,7 @@ QUICK = "the axes of the mesh are the wrong way round"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
-def test_what_it_changes_is_there_once(mutant: Mutant) -> None:
+def test_what_it_changes_is_there_once(mutant: PackageMutant) -> None:
     """In its file; and the tests that shall notice exist, quick ones where it says so."""
     assert mutant.source.read_text().count(mutant.old) == 1
     assert mutant.old != mutant.new and mutant.tests
@@ -37,5 +37,5 @@ def test_each_is_listed_once() -> None:
     [pytest.param(mutant, marks=() if mutant.breaks == QUICK else pytest.mark.slow) for mutant in MUTANTS],
     ids=lambda mutant: mutant.breaks,
 )
-def test_is_killed(mutant: Mutant) -> None:
-    assert killed(mutant), f"alive: {mutant.breaks}"
+def test_is_killed(mutant: PackageMutant) -> None:
+    assert kill_mutant(mutant), f"alive: {mutant.breaks}"

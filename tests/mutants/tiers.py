@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import PackageMutant
 
 ONE_RANK = "world/test_tiers.py::test_where_states_rest_moves_no_bit[zero0-bf16-1-many chunks-{'gradients': True}]"
 HOME = "world/test_tiers.py::test_micro_batches_add_up_at_home"
@@ -18,308 +18,309 @@ RESTING = "world/test_resting.py::test_programs_do_as_with_parameters_on_the_dev
 EARLY = "world/test_early.py::test_early_moves_no_bit"
 
 MUTANTS = (
-    Mutant(
+    PackageMutant(
         "an update begins inside a backward pass that is not the step's last",
         "shard/early.py",
         "0 < expected <= self._passes",
         "0 < expected",
         (f"{EARLY}[added at home]",),
     ),
-    Mutant(
+    PackageMutant(
         "an update begins without a gradient that the step may yet bring",
         "shard/early.py",
-        " and Content.NOWHERE not in gradient.content",
+        " and GradientContent.NOWHERE not in gradient.content",
         "",
         (f"{EARLY}[an absent gradient]",),
     ),
-    Mutant(
+    PackageMutant(
         "a step whose update begins inside backward counts twice",
         "optim/shards.py",
         "lambda flat: list(self._steps_of(flat))",
         "self._steps_of",
         (f"{EARLY}[files]",),
     ),
-    Mutant(
+    PackageMutant(
         "options that change after an update has begun are not looked at",
         "optim/launch.py",
         "return now == self._ranges[flat]",
         "return True",
         ("world/test_early.py::test_a_change_between_backward_and_step_is_told[changes_lr]",),
     ),
-    Mutant(
+    PackageMutant(
         "backward computes with a parameter that is updated already",
         "shard/early.py",
         "        flat.note_write()\n",
         "",
         ("world/test_early.py::test_a_parameter_that_backward_still_needs_is_not_changed_unseen",),
     ),
-    Mutant(
+    PackageMutant(
         "a forward goes on while a part of the model is updated",
         "shard/early.py",
         "        if self._begun:\n            self._update.hold()\n",
         "",
         ("world/test_early.py::test_who_comes_before_the_step_is_told[zero1]",),
     ),
-    Mutant(
+    PackageMutant(
         "a unit computes with parameters that are still being updated",
         "shard/update.py",
         "            self.stream.wait(first)\n",
         "",
         (f"{AFTER}[drops-gradients and states on the host]",),
     ),
-    Mutant(
+    PackageMutant(
         "a parameter may be read while it is updated",
         "shard/update.py",
         "        for unit in self._waiting:  # for the stream, or for another optimizer\n            unit.close()\n",
         "",
         ("world/test_tiers_lane.py::test_a_parameter_is_read_when_it_is_updated",),
     ),
-    Mutant(
+    PackageMutant(
         "zero_grad() takes the memory of gradients that the update still reads",
         "shard/update.py",
         "if any(unit is waiting for waiting in self._waiting):",
         "if False:",
         (f"{AFTER}[drops-parameters in files, too]",),
     ),
-    Mutant(
+    PackageMutant(
         "the update multiplies gradients by the scale that zero_grad() has reset",
         "memory/mover.py",
         "return taken, self._copy(taken, value, value)",
-        "return value, Ready()",
+        "return value, ReadyHandle()",
         (f"{AFTER}[drops-gradients and states on the host]",),
     ),
-    Mutant(
+    PackageMutant(
         "states are read while they are updated",
         "shard/bank.py",
         "        self._quiet()\n",
         "",
         (f"{AFTER}[shows_states-states in files]",),
     ),
-    Mutant(
+    PackageMutant(
         "a step that the scaler skips changes what is far",
         "shard/stream.py",
         "return self.skip is not None and self.skip.item() != 0",
         "return False",
         (ONE_RANK,),
     ),
-    Mutant(
+    PackageMutant(
         "what a rule leaves out gets the parameters of another chunk",
         "optim/launch.py",
-        "            if each.low is not None:\n                _fill(each.low, each.master, mine, begin)\n",
+        "            if each.low is not None:\n"
+        "                _round_outside_ranges(each.low, each.master, mine, begin)\n",
         "",
         (ONE_RANK,),
     ),
-    Mutant(
+    PackageMutant(
         "a slot of the ring is filled while its last chunk is on its way to the disk",
         "shard/stream.py",
         "            self._stored(turn - RING_SLOTS)\n",
         "            pass\n",
         ("world/test_tiers_lane.py::test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored",),
     ),
-    Mutant(
+    PackageMutant(
         "training writes over what a save beside it has yet to read",
         "shard/extents.py",
-        "away = self._keepers[Place(k, 0)] > 0",
+        "away = self._keepers[ExtentLocation(k, 0)] > 0",
         "away = False",
         (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
     ),
-    Mutant(
+    PackageMutant(
         "an extent in its second place is written over while a second save has yet to read it",
         "shard/extents.py",
         "(self._away.add if away else self._away.discard)(k)\n",
         "away = away or k in self._away\n            (self._away.add if away else self._away.discard)(k)\n",
         (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
     ),
-    Mutant(
+    PackageMutant(
         "the second place of what was saved is never given back",
         "shard/extents.py",
         "needed = self._away or self._keepers.total()",
         "needed = True",
         (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
     ),
-    Mutant(
+    PackageMutant(
         "a save that fails keeps what it has not read",
         "checkpoint/saving.py",
         "                done()\n",
         "                pass\n",
         (f"{BESIDE}::test_a_disk_that_fails_while_a_save_reads_it_is_told_and_training_goes_on",),
     ),
-    Mutant(
+    PackageMutant(
         "a save brings all of a shard to memory",
         "checkpoint/parts.py",
         "sites(begin, end, ITEM_BYTES // cut.dtype.itemsize)",
         "sites(begin, end)",
         ("checkpoint/test_streams.py::test_no_more_than_a_few_pieces_are_in_memory",),
     ),
-    Mutant(
+    PackageMutant(
         "what is written outside of an update does not reach the disk",
         "shard/file_bank.py",
         "        self._written = self._written or write\n",
         "",
         (f"{LOADED}[drawn-host-files]",),
     ),
-    Mutant(
+    PackageMutant(
         "micro-batches are added to what the buffer had before",
         "shard/accumulator.py",
         "            self._mover.to_device(self.buffer, self.homes[0]).wait()\n",
         "",
         (f"{HOME}[zero3-drawn-2-many chunks-{{'gradients': True}}]",),
     ),
-    Mutant(
+    PackageMutant(
         "chunks after one that failed are updated",
         "shard/stream.py",
         "        if self.failed is not None:\n            raise self.failed\n        observe",
         "        observe",
         (f"{FAILS}[True]",),
     ),
-    Mutant(
+    PackageMutant(
         "R4 of what is far counts for no step",
         "shard/counting.py",
         '"restore": self.restored}',
         '"restored": self.restored}',
         ("world/test_tiers.py::test_what_is_read_between_steps_changes_no_report",),
     ),
-    Mutant(
+    PackageMutant(
         "each step makes a ring of its own",
         "shard/stream.py",
         "if self._staging or not self.chunks or self._on_device or self._lag:",
         "if not self.chunks or self._on_device or self._lag:",
         (f"{STEADY}[gradients and states on the host]",),
     ),
-    Mutant(
+    PackageMutant(
         "a delayed update reads gradients of the step that runs beside it",
         "shard/accumulator.py",
         "                self.homes.reverse()\n",
         "",
         (f"{LATE}test_neither_forward_nor_backward_waits_for_the_update",),
     ),
-    Mutant(
+    PackageMutant(
         "backward waits for a delayed update",
         "shard/boundary.py",
-        "used=self._stage is Stage.STEPPED and some",
+        "used=self._stage is BoundaryPhase.STEPPED and some",
         "used=True",
         (f"{LATE}test_neither_forward_nor_backward_waits_for_the_update",),
     ),
-    Mutant(
+    PackageMutant(
         "a step brings parameters to the device that are still being updated",
         "shard/lag.py",
         "        self.quiet()\n        self._mover.follow()\n",
         "        self._mover.follow()\n",
         (f"{LATE}test_right_after_a_step[shows_parameters-Memory.HOST]",),
     ),
-    Mutant(
+    PackageMutant(
         "gradients that are added to after a step change under its delayed update",
         "shard/update.py",
         "if used or not self._lag:",
         "if not self._lag:",
         (f"{LATE}test_right_after_a_step[keeps-Memory.HOST]",),
     ),
-    Mutant(
+    PackageMutant(
         "a checkpoint of a delayed plan goes on with parameters that the update has changed",
         "optim/optimizer.py",
         "return names + [LAGGING] * engine.lag.expect(flat, slots)",
         "return names",
         (f"{LATE}test_a_checkpoint_goes_on_as_if_nothing_had_been[8 bits]",),
     ),
-    Mutant(
+    PackageMutant(
         "what a program writes is undone by the update that is pending",
         "shard/writes.py",
         "        self._lag.check_write(flat)\n",
         "",
         (f"{LATE}test_parameters_are_written_when_nothing_is_pending[zero2]",),
     ),
-    Mutant(
+    PackageMutant(
         "export leaves out the last step's update",
         "checkpoint/export.py",
         "if flat.ahead is not None and not exact:",
         "if False:",
         (f"{LATE}test_exported_is_what_the_last_step_made",),
     ),
-    Mutant(
+    PackageMutant(
         "a model whose update failed stays, with its files, when it is dropped",
         "device/lane.py",
         "            del handle  # an error's traceback has the frames of all who have waited, and what they hold\n",
         "",
         ("faults/test_disks.py::test_a_disk_that_fails_in_an_update[a full disk-0]",),
     ),
-    Mutant(
+    PackageMutant(
         "what leaves the device keeps its memory",
         "memory/evacuation.py",
         "            block.give()\n",
         "            pass\n",
         (f"{AWAY}::test_memory_goes_and_what_a_program_has_views_of_comes_back",),
     ),
-    Mutant(
+    PackageMutant(
         "a model is used while its training state is away",
         "shard/restore.py",
         "        if self.refusal is not None:\n",
         "        if False:\n",
         (f"{AWAY}::test_what_needs_the_state_says_so[0]",),
     ),
-    Mutant(
+    PackageMutant(
         "states that torch's optimizers have made stay on the device",
         "shard/absence.py",
-        '            *foreign_blocks(states, "states"),\n',
+        '            *find_foreign_buffers(states, "states"),\n',
         "",
         (f"{AWAY}::test_states_of_torchs_optimizers_are_counted",),
     ),
-    Mutant(
+    PackageMutant(
         "what was read for an update is taken although the program has written since",
         "shard/file_bank.py",
         "        self._foreseen.clear()  # somebody may write, and there is one slot for who reads\n",
         "",
         ("world/test_tiers_lane.py::test_what_an_update_reads_first_is_read_when_the_one_before_is_done",),
     ),
-    Mutant(
+    PackageMutant(
         "chunks are updated in the order in which their gradients come",
         "shard/stream.py",
         "from queue import PriorityQueue\n",
         "from queue import Queue as PriorityQueue\n",
         ("world/test_early.py::test_what_the_next_forward_wants_first_is_updated_first",),
     ),
-    Mutant(
+    PackageMutant(
         "a slot is read into while it is stored",
         "shard/stream.py",
         "        for handle in self.storing.get(turn, ()):\n            handle.wait()\n",
         "",
         ("world/test_tiers_lane.py::test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored",),
     ),
-    Mutant(
+    PackageMutant(
         "a sum of the pass before lets an update begin",
         "shard/reduce.py",
         "        if number == self._number:  # else it is of an earlier pass, and this one may add to it\n",
         "        if True:\n",
         (f"{EARLY}[a sum under way]",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters are read from a disk while they are on their way there",
         "shard/stream.py",
         "                yield from job.landing(k)\n",
         "                pass\n",
         ("world/test_tiers_lane.py::test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters that were read ahead are taken although they were written since",
         "shard/fetch.py",
         "if read is not None and read.versions == versions:",
         "if read is not None:",
         ("world/test_resting.py::test_what_was_read_ahead_and_written_since_is_read_again",),
     ),
-    Mutant(
+    PackageMutant(
         "what a program writes outside of updates does not reach the file of parameters",
         "shard/parameter_file.py",
         "        self.settle()\n",
         "",
         (f"{RESTING}[an average copied back-NVME]",),
     ),
-    Mutant(
+    PackageMutant(
         "a chunk's parameters that are not updated are replaced by what lay in the ring",
         "shard/parameter_file.py",
         "return self._read[k] or not every",
         "return self._read[k]",
         (f"{RESTING}[parameters that are frozen later-NVME]",),
     ),
-    Mutant(
+    PackageMutant(
         "parameters that rest off the device stay there after forward",
         "shard/rest.py",
         "            return not held.far\n",

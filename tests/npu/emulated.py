@@ -35,7 +35,7 @@ _F32, _U8, _I16 = 0, 6, 7
 _FLAGS = ("-std=c++17", "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno")
 
 
-class Fault(AssertionError):
+class EmulatorFault(AssertionError):
     """What the emulator found; `check` is which of its checks did."""
 
     def __init__(self, text: str) -> None:
@@ -43,22 +43,22 @@ class Fault(AssertionError):
         self.check = text.partition(":")[0]
 
 
-def build(op: str = "", changes: Mapping[Path, str] | None = None) -> Path:
+def build_emulated_kernels(op: str = "", changes: Mapping[Path, str] | None = None) -> Path:
     """A library of all kernels, or of one op's alone with other texts for some files of csrc/npu."""
     changes = changes or {}
     sources = [path for path in KERNELS if not op or path.stem in (op, "launch")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compile(source, changes), (*sources, *MACHINE)))
+        objects = list(pool.map(lambda source: _compile_kernel(source, changes), (*sources, *MACHINE)))
     digest = hashlib.sha256("".join(path.name for path in objects).encode()).hexdigest()[:16]
     library = BUILD / f"lib{digest}.so"
     if not library.exists():
-        _run(["g++", "-shared", *map(str, objects), "-o", str(library)], library)
+        _run_compiler(["g++", "-shared", *map(str, objects), "-o", str(library)], library)
     return library
 
 
-def _compile(source: Path, changes: Mapping[Path, str]) -> Path:
+def _compile_kernel(source: Path, changes: Mapping[Path, str]) -> Path:
     """An object file; of changed texts where the source is one of them, or includes one."""
-    included = _includes(source)
+    included = _included_files(source)
     changes = {path: text for path, text in changes.items() if path in included}
     texts = [changes.get(path) or path.read_text() for path in sorted(included)]
     digest = hashlib.sha256("\0".join((*_FLAGS, *texts)).encode()).hexdigest()[:16]
@@ -76,11 +76,11 @@ def _compile(source: Path, changes: Mapping[Path, str]) -> Path:
     # The arithmetic is the machine's; of the rest, compiling takes longer than running.
     optimize = "-O3" if source.parent.name == "machine" else "-O0"
     folders = [f"-I{path}" for path in (other, *includes)]
-    _run(["g++", *_FLAGS, optimize, *folders, "-c", str(place), "-o", str(target)], target)
+    _run_compiler(["g++", *_FLAGS, optimize, *folders, "-c", str(place), "-o", str(target)], target)
     return target
 
 
-def _includes(source: Path) -> set[Path]:
+def _included_files(source: Path) -> set[Path]:
     """The source and all of this project's files that it includes."""
     found, new = set(), {source}
     while new:
@@ -92,7 +92,7 @@ def _includes(source: Path) -> set[Path]:
     return found
 
 
-def _run(command: Sequence[str], target: Path) -> None:
+def _run_compiler(command: Sequence[str], target: Path) -> None:
     partial = target.with_suffix(f".{os.getpid()}")
     done = subprocess.run(
         [str(partial) if part == str(target) else part for part in command], capture_output=True, text=True
@@ -102,7 +102,7 @@ def _run(command: Sequence[str], target: Path) -> None:
     partial.replace(target)
 
 
-class _Call:
+class _EmulatorCall:
     """The buffers of one call: by address, their bytes, and whether a kernel may write them."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class Counts:
+class KernelCounts:
     """What the kernels did since it was last asked: emulator/run.h."""
 
     loaded: int
@@ -153,10 +153,10 @@ class Emulator:
         """By the names that they have in `npuzero._native`."""
         return {op: getattr(self, op) for op in OPS}
 
-    def counts(self) -> Counts:
-        found = (ctypes.c_int64 * len(Counts.__dataclass_fields__))()
+    def counts(self) -> KernelCounts:
+        found = (ctypes.c_int64 * len(KernelCounts.__dataclass_fields__))()
         self._library.emulator_counts(found)
-        return Counts(*found)
+        return KernelCounts(*found)
 
     @contextmanager
     def without(self, how: int, site: str) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Emulator:
             self.dropped = (0, "")
 
     def cast(self, source: _C.View, target: _C.View, rounding: int, seed: int, offset: int, stream: int) -> None:
-        call = _Call()
+        call = _EmulatorCall()
         views = (call.view(source), call.view(target, writes=True))
         words = (ctypes.c_int(rounding), ctypes.c_uint64(seed), ctypes.c_uint64(offset))
         self._run("cast", call, *views, *words)
@@ -183,18 +183,18 @@ class Emulator:
         device: int,
         stream: int,
     ) -> None:
-        call = _Call()
+        call = _EmulatorCall()
         rows = list(parts)
         for source, target, count, source_dtype, target_dtype in rows:
             call.buffer(source, count, source_dtype)
             call.buffer(target, count, target_dtype, writes=True)
         scale = call.view(scale_at)[0]
-        words = _words(word for row in rows for word in row)
+        words = _int64_words(word for row in rows for word in row)
         options = (ctypes.c_float(factor), ctypes.c_void_p(scale or None), int(scaled), int(accumulate))
         self._run("pack", call, words, ctypes.c_int64(len(rows)), *options)
 
     def norm(self, x: _C.View, out: _C.View, workspace: _C.View, addend: Any, scale: float, stream: int) -> None:
-        call = _Call()
+        call = _EmulatorCall()
         views = (
             call.view(x, writes=addend is not None),
             call.view(out, writes=True),
@@ -204,14 +204,14 @@ class Emulator:
         self._run("norm", call, *views, ctypes.c_float(scale), unwritten={workspace.data})
 
     def quantize(self, source: _C.View, message: _C.View, residual: Any, pieces: int, bits: int, stream: int) -> None:
-        call = _Call()
+        call = _EmulatorCall()
         views = (call.view(source), call.view(message, writes=True), call.view(residual, writes=True))
         self._run("quantize", call, *views, ctypes.c_int64(pieces), bits)
 
     def dequantize_sum(
         self, messages: _C.View, out: _C.View, rows: int, pieces: int, bits: int, accumulate: bool, stream: int
     ) -> None:
-        call = _Call()
+        call = _EmulatorCall()
         views = (call.view(messages), call.view(out, writes=True))
         words = (ctypes.c_int64(rows), ctypes.c_int64(pieces))
         self._run("dequantize_sum", call, *views, *words, bits, int(accumulate))
@@ -233,24 +233,24 @@ class Emulator:
     ) -> None:
         """`floats`: how many of a group's fields come first and are floats. `rest`: what is no table."""
         grad_scale, skip, dynamic, seed, _, _ = rest
-        call = _Call()
+        call = _EmulatorCall()
         rows: list[int] = []
         start = count_of_parts = 0
         for *addresses, count, master, moment, low, grad in line:
             for begin, end, group, stream_of, place in ranges:
                 first, last = max(begin - start, 0), min(end - start, count)
                 if first < last:
-                    rows += _part(call, addresses, count, (master, moment, low, grad), first, last)
+                    rows += _emulator_part(call, addresses, count, (master, moment, low, grad), first, last)
                     rows += [last - first, master, moment, low, grad, group, stream_of, place + start + first - begin]
                     count_of_parts += 1
             start += count
-        words = [word for group in groups for word in (*map(_bits, group[:floats]), *map(int, group[floats:]))]
+        words = [word for group in groups for word in (*map(_emulator_bits, group[:floats]), *map(int, group[floats:]))]
         scalars = [ctypes.c_void_p(call.view(view)[0] or None) for view in (grad_scale, skip, dynamic)]
         counts = (ctypes.c_int64(count_of_parts), ctypes.c_int64(len(groups)))
-        arguments = (_words(rows), counts[0], _words(words), counts[1], *scalars, ctypes.c_uint64(seed))
+        arguments = (_int64_words(rows), counts[0], _int64_words(words), counts[1], *scalars, ctypes.c_uint64(seed))
         self._run(op, call, *arguments)
 
-    def _run(self, op: str, call: _Call, *arguments: Any, unwritten: Collection[int] = ()) -> None:
+    def _run(self, op: str, call: _EmulatorCall, *arguments: Any, unwritten: Collection[int] = ()) -> None:
         function = getattr(self._library, f"run_{op}")
         function.restype = ctypes.c_char_p
         written = [(address, size) for address, (size, writes) in call.buffers.items() if writes]
@@ -267,18 +267,18 @@ class Emulator:
             if error and error.startswith(b"KernelUnavailable"):
                 raise KernelUnavailable(op, expected="a kernel", got=error.decode(), do="Skip the test.")
             if error:
-                raise Fault(error.decode())
+                raise EmulatorFault(error.decode())
             for line in self._library.emulator_sites().decode().splitlines():
                 place, name, _ = line.split()
                 self.sites.add((place, name))
             after = [ctypes.string_at(address, size) for address, size in written if address not in unwritten]
             if results is not None and after != results:
-                raise Fault(f"schedule: {op} gives other bits where pipes run {SCHEDULES[schedule]}")
+                raise EmulatorFault(f"schedule: {op} gives other bits where pipes run {SCHEDULES[schedule]}")
             results = after
 
 
-def _part(
-    call: _Call, addresses: Sequence[int], count: int, dtypes: tuple[int, int, int, int], first: int, last: int
+def _emulator_part(
+    call: _EmulatorCall, addresses: Sequence[int], count: int, dtypes: tuple[int, int, int, int], first: int, last: int
 ) -> Iterator[int]:
     """The buffers of [first, last) of a tensor, as parts_of in csrc/bindings.cpp has them."""
     master, moment, low, grad = dtypes
@@ -292,16 +292,16 @@ def _part(
             yield call.buffer(blocks and blocks + count + first // 64, numel, _U8, writes=True)
 
 
-def _bits(value: float) -> int:
+def _emulator_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def _words(values: Iterable[int]) -> Any:
+def _int64_words(values: Iterable[int]) -> Any:
     values = [value if value < 2**63 else value - 2**64 for value in values]
     return (ctypes.c_int64 * len(values))(*values)
 
 
 @functools.cache
-def emulator() -> Emulator:
+def default_emulator() -> Emulator:
     """Of the kernels as they are."""
-    return Emulator(build())
+    return Emulator(build_emulated_kernels())

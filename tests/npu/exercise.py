@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from npuzero import _native, ops
-from npuzero.ops import LionSegment, Segment, storage
+from npuzero.ops import AdamSegment, LionSegment, storage
 from ops import grid, wires
 
 F32, BF16, F16 = grid.FLOATS
@@ -20,7 +20,7 @@ CODES = torch.uint8
 TILE = 4096
 SHARE = 131072  # of norm, for which there is a core each
 LENGTH = 3 * TILE + 21  # three cores, two tiles for one of them, a tail
-ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
+ADAMW = AdamSegment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
 KINDS = (
     ADAMW,
     replace(ADAMW, decoupled=False, step=1),
@@ -56,10 +56,10 @@ _EDGES = (
 _NANS = {F32: (0x7F800001, 0x7FFFFFFF, 0x7F80FFFF, 0x7FC00001), BF16: (0x7F81, 0x7FFF), F16: (0x7C01, 0x7FFF)}
 
 
-def values(n: int, dtype: torch.dtype = F32, *, special: bool = True) -> torch.Tensor:
+def exercise_values(n: int, dtype: torch.dtype = F32, *, special: bool = True) -> torch.Tensor:
     """As grid.values, and of what these hardly have: ties and, with `special`, the edges of ranges, and NaNs."""
-    x = grid.values(n, dtype, special=special)
-    bits = grid.patterns(x)
+    x = grid.grid_values(n, dtype, special=special)
+    bits = grid.bit_patterns(x)
     if dtype == F32:
         for i, dropped in enumerate(_DROPPED):
             bits[i::11] = bits[i::11] >> dropped << dropped | 1 << dropped - 1
@@ -71,30 +71,32 @@ def values(n: int, dtype: torch.dtype = F32, *, special: bool = True) -> torch.T
     return x
 
 
-def cast() -> None:
+def exercise_cast() -> None:
     for source, target in itertools.product(grid.FLOATS, repeat=2):
-        _cast(source, target, "nearest", 2 * LENGTH)
-    _cast(F32, F32, "tf32", 2 * LENGTH)
-    _cast(F32, BF16, "away", LENGTH)
-    _cast(F32, BF16, "stochastic", LENGTH + TILE, 2**35 - 9)
+        _compare_cast(source, target, "nearest", 2 * LENGTH)
+    _compare_cast(F32, F32, "tf32", 2 * LENGTH)
+    _compare_cast(F32, BF16, "away", LENGTH)
+    _compare_cast(F32, BF16, "stochastic", LENGTH + TILE, 2**35 - 9)
     for offset in (0, 1, 5, ROW - 1, 4 * ROW, 2**45 - ROW - 3, 2**63 - 1 - ROW):
-        _cast(F32, BF16, "stochastic", ROW, offset)
+        _compare_cast(F32, BF16, "stochastic", ROW, offset)
 
 
-def _cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int, offset: int = 0) -> None:
-    x = grid.Guarded.around(values(n, source), 1).inner
-    actual, expected = (grid.Guarded.around(torch.zeros(n, dtype=target), 3) for _ in range(2))
-    _compare(
+def _compare_cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int, offset: int = 0) -> None:
+    x = grid.GuardedBuffer.around(exercise_values(n, source), 1).inner
+    actual, expected = (grid.GuardedBuffer.around(torch.zeros(n, dtype=target), 3) for _ in range(2))
+    _compare_with_reference(
         lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3 + offset % 2, offset=offset),
         [actual],
         [expected],
     )
     if source == target and rounding == "nearest":
-        assert torch.equal(grid.patterns(actual.inner), grid.patterns(x)), "a copy changes no NaN either"
+        assert torch.equal(grid.bit_patterns(actual.inner), grid.bit_patterns(x)), "a copy changes no NaN either"
 
 
-def pack() -> None:
-    _pack((101,) * 200, F32, F16, False, False)  # more neighbours in one line of memory than boundaries of 512 bytes
+def exercise_pack() -> None:
+    _compare_pack(
+        (101,) * 200, F32, F16, False, False
+    )  # more neighbours in one line of memory than boundaries of 512 bytes
     for source, target, scaled, accumulate in (
         (F32, BF16, True, False),
         (F32, F32, False, False),
@@ -103,21 +105,23 @@ def pack() -> None:
         (F16, BF16, True, True),
         (F32, F32, True, True),
     ):
-        _pack((5, 2 * LENGTH, 0, 9, 3 * TILE), source, target, scaled, accumulate)
+        _compare_pack((5, 2 * LENGTH, 0, 9, 3 * TILE), source, target, scaled, accumulate)
 
 
-def _pack(sizes: tuple[int, ...], source: torch.dtype, target: torch.dtype, scaled: bool, accumulate: bool) -> None:
+def _compare_pack(
+    sizes: tuple[int, ...], source: torch.dtype, target: torch.dtype, scaled: bool, accumulate: bool
+) -> None:
     offsets = [3 + at for at in itertools.accumulate(sizes, initial=0)][:-1]
-    tensors = [values(n, source) for n in sizes]
+    tensors = [exercise_values(n, source) for n in sizes]
     scale = torch.tensor([0.37 if target == F32 else 0.5]) if scaled else None  # half of a tie is one
-    wire = values(sum(sizes) + 9, target)
-    actual, expected = (grid.Guarded.around(wire, 1) for _ in range(2))
-    _compare(
+    wire = exercise_values(sum(sizes) + 9, target)
+    actual, expected = (grid.GuardedBuffer.around(wire, 1) for _ in range(2))
+    _compare_with_reference(
         lambda out: ops.pack(tensors, offsets, out[0].inner, scale=scale, accumulate=accumulate), [actual], [expected]
     )
 
 
-def quantize() -> None:
+def exercise_quantize() -> None:
     for bits, dtype, pieces, blocks, fed_back, offset in (
         (8, F32, 1, 101, True, 16),  # three cores of two tiles, the last of them neither whole nor eight blocks
         (4, BF16, 1, 253, False, 3),
@@ -126,25 +130,28 @@ def quantize() -> None:
         (8, F16, 2, 3, True, 1),  # residuals that no core shares
         (4, F32, 5, 1, False, 0),
     ):
-        n, size = pieces * blocks * wires.BLOCK[bits], pieces * wires.message_bytes(blocks * wires.BLOCK[bits], bits)
-        x = grid.Guarded.around(wires.values(n, wires.BLOCK[bits], dtype), 3).inner
-        rest = wires.values(n, wires.BLOCK[bits], first=5)
+        n, size = (
+            pieces * blocks * wires.BLOCK[bits],
+            pieces * wires.expected_message_bytes(blocks * wires.BLOCK[bits], bits),
+        )
+        x = grid.GuardedBuffer.around(wires.wire_values(n, wires.BLOCK[bits], dtype), 3).inner
+        rest = wires.wire_values(n, wires.BLOCK[bits], first=5)
         actual, expected = (
             [
-                grid.Guarded.around(torch.full((size,), 90, dtype=CODES), wires.ALIGNED),
-                *[grid.Guarded.around(rest, offset)] * fed_back,
+                grid.GuardedBuffer.around(torch.full((size,), 90, dtype=CODES), wires.ALIGNED),
+                *[grid.GuardedBuffer.around(rest, offset)] * fed_back,
             ]
             for _ in range(2)
         )
 
-        def run(out: list[grid.Guarded], x: torch.Tensor = x, bits: int = bits, pieces: int = pieces) -> None:
+        def run(out: list[grid.GuardedBuffer], x: torch.Tensor = x, bits: int = bits, pieces: int = pieces) -> None:
             rest = out[1].inner if len(out) > 1 else None
             ops.quantize(x, out[0].inner, bits=bits, pieces=pieces, residual=rest)
 
-        _compare(run, actual, expected)
+        _compare_with_reference(run, actual, expected)
 
 
-def dequantize_sum() -> None:
+def exercise_dequantize_sum() -> None:
     for bits, dtype, rows, pieces, blocks, accumulate, offset in (
         (8, F32, 3, 1, 101, True, 0),
         (4, BF16, 2, 3, 69, True, 16),
@@ -153,17 +160,19 @@ def dequantize_sum() -> None:
         (8, F16, 1, 2, 3, True, 1),
     ):
         n, block = pieces * blocks * wires.BLOCK[bits], wires.BLOCK[bits]
-        sent = [wires.values(n, block, first=5 * row) for row in range(rows)]
-        made = functools.partial(wires.made, sent, bits, pieces, ops.quantize)
-        messages = grid.Guarded.around(_of_reference(made), wires.ALIGNED).inner
-        start = wires.values(n, block, dtype, first=3)
-        actual, expected = ([grid.Guarded.around(start, offset)] for _ in range(2))
+        sent = [wires.wire_values(n, block, first=5 * row) for row in range(rows)]
+        made = functools.partial(wires.make_messages, sent, bits, pieces, ops.quantize)
+        messages = grid.GuardedBuffer.around(_of_reference(made), wires.ALIGNED).inner
+        start = wires.wire_values(n, block, dtype, first=3)
+        actual, expected = ([grid.GuardedBuffer.around(start, offset)] for _ in range(2))
         options = {"bits": bits, "rows": rows, "pieces": pieces, "accumulate": accumulate}
 
-        def run(out: list[grid.Guarded], messages: torch.Tensor = messages, options: dict[str, Any] = options) -> None:
+        def run(
+            out: list[grid.GuardedBuffer], messages: torch.Tensor = messages, options: dict[str, Any] = options
+        ) -> None:
             ops.dequantize_sum(messages, out[0].inner, **options)
 
-        _compare(run, actual, expected)
+        _compare_with_reference(run, actual, expected)
 
 
 def _of_reference(call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -172,7 +181,7 @@ def _of_reference(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     return found[0]
 
 
-def norm() -> None:
+def exercise_norm() -> None:
     for n, dtype, addend, special in (
         (0, F32, None, False),
         (5, F32, None, False),
@@ -184,43 +193,45 @@ def norm() -> None:
         (2 * SHARE + 77, F32, F16, False),
         (SHARE - 5000, F32, None, False),  # one core's, though three would have a workspace of as many blocks
     ):
-        other = None if addend is None else values(n, addend, special=special)
-        _norm(values(n, dtype, special=special), other)
-    _norm(values(2 * SHARE + 77, special=False), values(2 * SHARE + 77, BF16), offset=3)
+        other = None if addend is None else exercise_values(n, addend, special=special)
+        _compare_norm(exercise_values(n, dtype, special=special), other)
+    _compare_norm(exercise_values(2 * SHARE + 77, special=False), exercise_values(2 * SHARE + 77, BF16), offset=3)
     for odd in ({}, {5: torch.inf}, {5: -torch.inf, 5001: torch.inf}, {5: torch.nan}, {5: torch.inf, 6: torch.nan}):
-        _norm(_with(odd, values(2 * TILE, special=False)))
+        _compare_norm(_put_values(odd, exercise_values(2 * TILE, special=False)))
     for factor in (2.0**-100, 2.0**100):  # squares that float32 does not have
-        _norm(values(2 * TILE + 5, special=False) * factor)
-        _norm(values(2 * TILE + 5, BF16, special=False) * factor)
+        _compare_norm(exercise_values(2 * TILE + 5, special=False) * factor)
+        _compare_norm(exercise_values(2 * TILE + 5, BF16, special=False) * factor)
     # Over several cores: what is in any of their shares.
     first, last = SHARE // 2, 3 * SHARE - 5
     for odd in ({last: torch.inf}, {first: -torch.inf, last: torch.inf}, {first: torch.nan}, {last: torch.nan}):
-        _norm(_with(odd, values(3 * SHARE, BF16, special=False)), misaligned=len(odd))
-    _norm(_with({first: torch.inf, last: torch.nan}, values(3 * SHARE, special=False)), misaligned=3)
-    _norm(values(3 * SHARE, special=False), misaligned=1)
+        _compare_norm(_put_values(odd, exercise_values(3 * SHARE, BF16, special=False)), misaligned=len(odd))
+    _compare_norm(
+        _put_values({first: torch.inf, last: torch.nan}, exercise_values(3 * SHARE, special=False)), misaligned=3
+    )
+    _compare_norm(exercise_values(3 * SHARE, special=False), misaligned=1)
     # Sums of blocks are exact here, and the whole is rounded once, to nearest even.
     for ones, least in ((2, 0.0), (6, 0.0), (2, 2.0**-30), (1, 0.0), (3, 0.0)):
         odd = {0: 2.0**27, 2 * SHARE: least} | {SHARE + i: 1.0 for i in range(ones)}
         exact = sum(Fraction(value) ** 2 for value in odd.values())
-        assert float(_norm(_with(odd, torch.zeros(3 * SHARE)))[0]) == float(exact)
+        assert float(_compare_norm(_put_values(odd, torch.zeros(3 * SHARE)))[0]) == float(exact)
 
 
-def _with(odd: dict[int, float], x: torch.Tensor) -> torch.Tensor:
+def _put_values(odd: dict[int, float], x: torch.Tensor) -> torch.Tensor:
     for at, value in odd.items():
         x[at] = value
     return x
 
 
-def _norm(
+def _compare_norm(
     x: torch.Tensor, addend: torch.Tensor | None = None, *, offset: int = 16, misaligned: int = 0
 ) -> torch.Tensor:
     """What the kernels find, which is what the reference does; the workspace begins so many float64 after a line."""
-    actual, expected = grid.Guarded.around(x, offset), grid.Guarded.around(x, offset)
+    actual, expected = grid.GuardedBuffer.around(x, offset), grid.GuardedBuffer.around(x, offset)
     sums = [torch.full((2,), -1.0, dtype=torch.float64) for _ in range(2)]
     blocks = -(-x.numel() // _native.NORM_BLOCK)
     room = torch.empty(2 * blocks + 8, dtype=torch.float64)
     workspace = room[-room.data_ptr() // 8 % 4 + misaligned :][: 2 * blocks]
-    views = [_native.view(tensor) for tensor in (actual.inner, sums[0], workspace)]
+    views = [_native.tensor_view(tensor) for tensor in (actual.inner, sums[0], workspace)]
     _native.norm(*views, _native.optional_view(addend), 0.37, 0)
     grid.with_reference(lambda: ops.norm(expected.inner, sums[1], addend=addend, scale=0.37))
     grid.assert_same(actual.inner, expected.inner)
@@ -230,46 +241,48 @@ def _norm(
     return sums[0]
 
 
-def flat_adam() -> None:
+def exercise_flat_adam() -> None:
     for dtype, low in ((BF16, BF16), (F32, F16), (F16, None)):
-        _adam(LENGTH, dtype, "fp32", low)
-    _adam(LENGTH, BF16, "split", None)
-    _adam(LENGTH // 2, BF16, "none", None)
-    _adam(LENGTH // 2, F32, "split", None, moments=BF16)
-    _adam(LENGTH, F32, "fp32", BF16, moments=BF16)
-    _adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
-    _adam(LENGTH // 2, F32, "none", None, moments=CODES)
-    _adam(700, F32, "fp32", None, moments=CODES)  # a core that begins with a tile that is no whole number of blocks
+        _compare_adam(LENGTH, dtype, "fp32", low)
+    _compare_adam(LENGTH, BF16, "split", None)
+    _compare_adam(LENGTH // 2, BF16, "none", None)
+    _compare_adam(LENGTH // 2, F32, "split", None, moments=BF16)
+    _compare_adam(LENGTH, F32, "fp32", BF16, moments=BF16)
+    _compare_adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
+    _compare_adam(LENGTH // 2, F32, "none", None, moments=CODES)
+    _compare_adam(
+        700, F32, "fp32", None, moments=CODES
+    )  # a core that begins with a tile that is no whole number of blocks
     for skip in (0.0, -0.0, 1.0, -1.0, 0.5, 2.0**-149, torch.inf, torch.nan):
-        _adam(700, F32, "fp32", BF16, skip=skip)
+        _compare_adam(700, F32, "fp32", BF16, skip=skip)
 
 
-def flat_lion() -> None:
+def exercise_flat_lion() -> None:
     for dtype, low in ((BF16, BF16), (F32, F16), (F16, None)):
-        _lion(LENGTH, dtype, "fp32", low)
-    _lion(LENGTH // 2, BF16, "split", None, moments=BF16)
-    _lion(LENGTH // 2, F32, "none", None)
-    _lion(LENGTH, F32, "fp32", BF16, moments=BF16)
-    _lion(LENGTH, BF16, "fp32", BF16, moments=CODES)
-    _lion(LENGTH // 2, F32, "none", None, moments=CODES)
+        _compare_lion(LENGTH, dtype, "fp32", low)
+    _compare_lion(LENGTH // 2, BF16, "split", None, moments=BF16)
+    _compare_lion(LENGTH // 2, F32, "none", None)
+    _compare_lion(LENGTH, F32, "fp32", BF16, moments=BF16)
+    _compare_lion(LENGTH, BF16, "fp32", BF16, moments=CODES)
+    _compare_lion(LENGTH // 2, F32, "none", None, moments=CODES)
     for skip in (0.0, 1.0, torch.nan):
-        _lion(700, F32, "fp32", BF16, skip=skip)
+        _compare_lion(700, F32, "fp32", BF16, skip=skip)
 
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # whether with a sign
 _ROWS = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, ADAMW.step]])
 
 
-def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
-    _update(ops.flat_adam, KINDS, _MOMENTS, _ROWS, n, dtype, masters, low, **options)
+def _compare_adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
+    _compare_update(ops.flat_adam, KINDS, _MOMENTS, _ROWS, n, dtype, masters, low, **options)
 
 
-def _lion(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
+def _compare_lion(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
     rows = _ROWS[:, [0, 2, 3]].contiguous()
-    _update(ops.flat_lion, LIONS, {"exp_avg": True}, rows, n, dtype, masters, low, **options)
+    _compare_update(ops.flat_lion, LIONS, {"exp_avg": True}, rows, n, dtype, masters, low, **options)
 
 
-def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
+def _compare_update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
     op: Callable[..., None],
     kinds: Sequence[Any],
     signed: Mapping[str, bool],
@@ -283,8 +296,8 @@ def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
     skip: float | None = None,
 ) -> None:
     coded = moments == CODES  # one value that is not finite spoils a block of 64
-    grad = values(n, dtype, special=not coded)
-    content = {name: values(n, special=not coded) for name in ("master", *signed)}
+    grad = exercise_values(n, dtype, special=not coded)
+    content = {name: exercise_values(n, special=not coded) for name in ("master", *signed)}
     for name, with_sign in signed.items():
         if not with_sign:  # the larger of 0.0 and -0.0 is whichever comes first
             content[name].abs_()
@@ -292,7 +305,7 @@ def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
         _make_special(grad, *content.values())
     for name, with_sign in signed.items():
         moment = torch.zeros(storage.stored_numel(n, moments), dtype=moments)
-        storage.narrow(content[name], moment, signed=with_sign)
+        storage.encode_moment(content[name], moment, signed=with_sign)
         if coded:
             moment[5120:5248] = moment[n + 80 : n + 82] = 0  # as before the first step
             if name == "exp_avg":
@@ -301,10 +314,12 @@ def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
     if low is not None:
         content["low"] = torch.zeros(n, dtype=low)
     if masters != "fp32":
-        content["master"], remainder = storage.split(content["master"])
+        content["master"], remainder = storage.split_halves(content["master"])
         if masters == "split":
             content["remainder"] = remainder
-    actual, expected = ({name: grid.Guarded.around(value, 5) for name, value in content.items()} for _ in range(2))
+    actual, expected = (
+        {name: grid.GuardedBuffer.around(value, 5) for name, value in content.items()} for _ in range(2)
+    )
     ends = [min(end, n) for end in (*ENDS, n)]
     begins = [min(-(-end // 64) * 64, n) if coded else end for end in [0, *ends[:-1]]]
     segments = [
@@ -314,11 +329,11 @@ def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
     options = {"dynamic": rows, "seed": 2**63 + 5}
     options |= {"grad_scale": torch.tensor([0.25])} if skip is None else {"skip": torch.tensor([skip])}
 
-    def update(buffers: list[grid.Guarded]) -> None:
+    def update(buffers: list[grid.GuardedBuffer]) -> None:
         named = {name: buffer.inner for name, buffer in zip(content, buffers, strict=True)}
         op(grad=grad, segments=segments, **named, **options)
 
-    _compare(update, list(actual.values()), list(expected.values()))
+    _compare_with_reference(update, list(actual.values()), list(expected.values()))
 
 
 def _make_special(grad: torch.Tensor, *states: torch.Tensor) -> None:
@@ -335,8 +350,10 @@ def _make_special(grad: torch.Tensor, *states: torch.Tensor) -> None:
     grad[330:340], grad[400:464], grad[640:1280] = 0.0, 0.0, 0.0
 
 
-def _compare(
-    call: Callable[[list[grid.Guarded]], None], actual: list[grid.Guarded], expected: list[grid.Guarded]
+def _compare_with_reference(
+    call: Callable[[list[grid.GuardedBuffer]], None],
+    actual: list[grid.GuardedBuffer],
+    expected: list[grid.GuardedBuffer],
 ) -> None:
     call(actual)
     grid.with_reference(lambda: call(expected))
@@ -346,11 +363,11 @@ def _compare(
 
 
 ALL = {
-    "cast": cast,
-    "dequantize_sum": dequantize_sum,
-    "flat_adam": flat_adam,
-    "flat_lion": flat_lion,
-    "norm": norm,
-    "pack": pack,
-    "quantize": quantize,
+    "cast": exercise_cast,
+    "dequantize_sum": exercise_dequantize_sum,
+    "flat_adam": exercise_flat_adam,
+    "flat_lion": exercise_flat_lion,
+    "norm": exercise_norm,
+    "pack": exercise_pack,
+    "quantize": exercise_quantize,
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from clang import cindex
 
-from npu.test_sources import ROOT, code_of, device_sources
+from npu.test_sources import ROOT, device_sources, strip_comments
 
 KERNELS = sorted(path for path in device_sources() if path.suffix == ".cpp")
 EMULATOR = ROOT.parent.parent / "tests" / "npu" / "emulator" / "kernel_operator.h"
@@ -42,11 +42,11 @@ DEVICE = (
 HOST = ("--cuda-host-only", "-D__gm__=", "-D__aicore__=", "-D__global__=__attribute__((global))")
 
 
-def decoys() -> str:
+def make_ascendc_decoys() -> str:
     """For namespace AscendC: templates that take anything, and twins of our functions, for calls that match exactly."""
     names, twins = set(THEIRS), []
     for path in device_sources():
-        code = code_of(path)
+        code = strip_comments(path)
         types = re.findall(r"^(?:struct|class|union) (\w+)", code, re.MULTILINE)
         heads = re.findall(r"^(__aicore__ inline [^{;]*?\b(\w+)\([^{;]*\)) \{", code, re.MULTILINE)
         names |= {*types, *(name for _, name in heads)}
@@ -56,7 +56,7 @@ def decoys() -> str:
     return "\n".join(["namespace AscendC {", *greedy, *twins, "}"])
 
 
-def parsed(path: Path, way: str, *, host: bool = False, changes: Mapping[Path, str] | None = None) -> tuple:
+def parse_device_file(path: Path, way: str, *, host: bool = False, changes: Mapping[Path, str] | None = None) -> tuple:
     """What clang makes of a file where other files have other texts, and what it complains of."""
     wrapped = "\n".join(
         [
@@ -67,7 +67,7 @@ def parsed(path: Path, way: str, *, host: bool = False, changes: Mapping[Path, s
             "int __cudaPushCallConfiguration(unsigned cores, void* l2, void* stream);",
             f'#include "{EMULATOR}"',
             "" if host else "#pragma clang force_cuda_host_device end",  # there only kernels are told from the rest
-            decoys(),
+            make_ascendc_decoys(),
             "#undef KERNEL_TASK_TYPE_DEFAULT",
             "#define KERNEL_TASK_TYPE_DEFAULT(type) [[maybe_unused]] constexpr KernelMetaType stated = type",
         ]
@@ -92,7 +92,7 @@ def kernel_types(unit: cindex.TranslationUnit, way: str) -> dict[str, bool]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_a_kernel_is_accepted_and_states_its_type(path: Path, way: str) -> None:
-    unit, complaints = parsed(path, way)
+    unit, complaints = parse_device_file(path, way)
     assert not complaints, complaints
     types = kernel_types(unit, way)
     assert types and all(types.values()), types
@@ -109,9 +109,11 @@ def test_the_entries_launch_what_kernels_take(tmp_path: Path) -> None:
     entries = sorted((tmp_path / "built").glob("*.asc"))
     assert [entry.stem for entry in entries] == [path.stem for path in KERNELS]
     for entry in entries:
-        _, complaints = parsed(entry, "bisheng", host=True)
+        _, complaints = parse_device_file(entry, "bisheng", host=True)
         assert not complaints, complaints
-        _, complaints = parsed(entry, "bisheng", host=True, changes={entry: entry.read_text().replace("nullptr, ", "")})
+        _, complaints = parse_device_file(
+            entry, "bisheng", host=True, changes={entry: entry.read_text().replace("nullptr, ", "")}
+        )
         assert "too few execution configuration arguments" in complaints[0]
 
 
@@ -175,7 +177,9 @@ def test_a_mistake_that_the_emulators_compiler_does_not_see_is_found(
 ) -> None:
     path = ROOT / file
     assert path.read_text().count(old) == 1
-    _, complaints = parsed(ROOT / f"{kernel}.cpp", "bisheng", changes={path: path.read_text().replace(old, new)})
+    _, complaints = parse_device_file(
+        ROOT / f"{kernel}.cpp", "bisheng", changes={path: path.read_text().replace(old, new)}
+    )
     assert any(said in complaint for complaint in complaints), complaints
 
 
@@ -184,5 +188,5 @@ def test_a_mistake_that_the_emulators_compiler_does_not_see_is_found(
 )
 def test_a_kernel_without_its_type_is_found(way: str, word: str) -> None:
     path = ROOT / "walk.h"
-    unit, _ = parsed(ROOT / "norm.cpp", way, changes={path: code_of(path).replace(word, "")})
+    unit, _ = parse_device_file(ROOT / "norm.cpp", way, changes={path: strip_comments(path).replace(word, "")})
     assert kernel_types(unit, way) == {"npuzero_norm": False, "npuzero_norm_finish": False}

@@ -24,7 +24,7 @@ def project(tmp_path: Path) -> Path:
     return copy_project(tmp_path / "project")
 
 
-def install(project: Path, home: Path | str, *command: str) -> subprocess.CompletedProcess[str]:
+def install_with_cann(project: Path, home: Path | str, *command: str) -> subprocess.CompletedProcess[str]:
     """`python setup.py build`, or another command, with CANN said to be at `home`."""
     environment = os.environ | {"ASCEND_HOME_PATH": str(home)}
     line = [sys.executable, *(command or ("setup.py", "-q", "build"))]
@@ -35,11 +35,11 @@ def install(project: Path, home: Path | str, *command: str) -> subprocess.Comple
 
 @pytest.mark.slow
 def test_a_wheel_has_the_kernels_and_their_sources(project: Path, tmp_path: Path) -> None:
-    libraries.build()
-    home = libraries.cann(tmp_path / "Ascend" / "cann")
+    libraries.build_fake_cann()
+    home = libraries.make_cann_folder(tmp_path / "Ascend" / "cann")
     out = tmp_path / "wheels"
     pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".")
-    done = install(project, home, *pip)
+    done = install_with_cann(project, home, *pip)
     assert done.returncode == 0, done.stdout
     (wheel,) = out.glob("npuzero-*.whl")
     site = tmp_path / "site"
@@ -52,13 +52,13 @@ def test_a_wheel_has_the_kernels_and_their_sources(project: Path, tmp_path: Path
 
 
 def test_without_cann_there_are_the_sources_alone(project: Path) -> None:
-    done = install(project, "")
+    done = install_with_cann(project, "")
     assert done.returncode == 0, done.stdout
     (package,) = project.glob("build/lib*/npuzero")
     assert (package / "csrc" / "npu" / "cast.cpp").is_file() and not (package / "kernels").exists()
 
 
-def refused(folder: Path) -> Path:
+def make_failing_cann(folder: Path) -> Path:
     """A CANN whose compiler fails."""
     compiler = folder / "bin" / "bisheng"
     compiler.parent.mkdir(parents=True)
@@ -67,20 +67,20 @@ def refused(folder: Path) -> Path:
     return folder
 
 
-def too_old(folder: Path) -> Path:
-    return libraries.cann(folder, "8.1.RC1", "latest")
+def make_old_cann(folder: Path) -> Path:
+    return libraries.make_cann_folder(folder, "8.1.RC1", "latest")
 
 
-def nowhere(folder: Path) -> Path:
+def missing_cann(folder: Path) -> Path:
     return folder
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (refused, "error: the first"),
-        (too_old, "need CANN 8.3.RC1 or later; found 8.1.RC1"),
-        (nowhere, "there is no CANN in"),
+        (make_failing_cann, "error: the first"),
+        (make_old_cann, "need CANN 8.3.RC1 or later; found 8.1.RC1"),
+        (missing_cann, "there is no CANN in"),
     ],
 )
 def test_where_kernels_cannot_be_built_it_installs_without_and_says_why(
@@ -89,7 +89,7 @@ def test_where_kernels_cannot_be_built_it_installs_without_and_says_why(
     stale = project / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "npuzero" / "kernels"
     stale.mkdir(parents=True)
     (stale / "libnpuzero_kernels.so").touch()  # of an earlier build
-    done = install(project, make(tmp_path / "cann"))
+    done = install_with_cann(project, make(tmp_path / "cann"))
     assert done.returncode == 0, done.stdout
     assert why in done.stdout and "`npuzero build-npu` compiles them later" in done.stdout
     (package,) = project.glob("build/lib*/npuzero")
@@ -101,6 +101,6 @@ def test_where_kernels_cannot_be_built_it_installs_without_and_says_why(
 def test_pip_says_nothing_and_the_package_tells(project: Path, tmp_path: Path) -> None:
     out = tmp_path / "site"
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(out), ".")
-    done = install(project, tmp_path / "none", *pip)
+    done = install_with_cann(project, tmp_path / "none", *pip)
     assert done.returncode == 0, done.stdout
     assert "there is no CANN in" in (out / "npuzero" / "kernels" / "libnpuzero_kernels.txt").read_text()

@@ -8,32 +8,32 @@ import pytest
 
 from npu import exercise
 from npu.conftest import Install
-from npu.emulated import Emulator, Fault, build, emulator
+from npu.emulated import Emulator, EmulatorFault, build_emulated_kernels, default_emulator
 
 OPS = tuple(exercise.ALL)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_equals_the_reference_under_every_schedule(op: str, install: Install) -> None:
-    install(emulator())
+    install(default_emulator())
     exercise.ALL[op]()
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_bit_depends_on_the_number_of_cores(op: str, install: Install) -> None:
     """Every count of cores equals the reference; for norm, whose sums are its own, see the next test."""
-    emulated = install(Emulator(build()))
+    emulated = install(Emulator(build_emulated_kernels()))
     emulated.schedules = (4,)
     for cores in (1, 2, 5, 48):
         emulated.cores, emulated.seed = cores, cores
         exercise.ALL[op]()
 
 
-def caught(call: Callable[[], None]) -> str:
+def find_kernel_fault(call: Callable[[], None]) -> str:
     """What finds fault with a call: a check of the emulator, "values" where results are wrong, or nothing."""
     try:
         call()
-    except Fault as fault:
+    except EmulatorFault as fault:
         return fault.check
     except (AssertionError, pytest.fail.Exception):
         return "values"
@@ -51,10 +51,10 @@ def test_every_synchronization_is_needed(op: str, install: Install) -> None:
 
     What flat_lion shares with flat_adam is needed by one of them.
     """
-    emulated = install(Emulator(build()))
+    emulated = install(Emulator(build_emulated_kernels()))
     emulated.schedules = (0,)
     if op == "flat_lion":
-        exercise.flat_adam()
+        exercise.exercise_flat_adam()
     shared = set(emulated.sites)
     emulated.sites.clear()
     exercise.ALL[op]()
@@ -66,7 +66,7 @@ def test_every_synchronization_is_needed(op: str, install: Install) -> None:
             if how == 1 and name == "AllocTensor":
                 continue  # there is no kernel without it
             with emulated.without(how, place):
-                if not caught(exercise.ALL[op]):
+                if not find_kernel_fault(exercise.ALL[op]):
                     survived.append((place, name, how))
     needed = [one for one in survived if one[2] == 1 or (one[0].partition(":")[0], one[1]) not in _UNNEEDED_ORDER]
     assert needed == [], needed

@@ -11,10 +11,10 @@ import pytest
 
 from npu import exercise
 from npu.conftest import Install
-from npu.emulated import ROOT, Emulator, build
-from npu.mutants.mutant import Mutant
+from npu.emulated import ROOT, Emulator, build_emulated_kernels
+from npu.mutants.mutant import KernelMutant
 from npu.mutants.table import ALL, MEANINGS, MUTANTS
-from npu.test_kernels import caught
+from npu.test_kernels import find_kernel_fault
 
 CASES = [
     pytest.param(op, mutant, id=mutant.name, marks=() if mutant.quick else pytest.mark.slow)
@@ -24,13 +24,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "mutant"), CASES)
-def test_is_killed_by_the_check_that_is_meant_for_it(op: str, mutant: Mutant, install: Install) -> None:
+def test_is_killed_by_the_check_that_is_meant_for_it(op: str, mutant: KernelMutant, install: Install) -> None:
     path = ROOT / "csrc" / "npu" / mutant.file
     text = path.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} of: {mutant.old}"
-    emulated = install(Emulator(build(op, {path: text.replace(mutant.old, mutant.new)})))
+    emulated = install(Emulator(build_emulated_kernels(op, {path: text.replace(mutant.old, mutant.new)})))
     emulated.schedules = (0,)
-    assert caught(exercise.ALL[op]) == mutant.check
+    assert find_kernel_fault(exercise.ALL[op]) == mutant.check
 
 
 def test_there_are_mutants_of_every_kernel() -> None:

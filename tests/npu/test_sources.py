@@ -32,7 +32,7 @@ def device_sources() -> list[Path]:
     return sorted(path for path in ROOT.iterdir() if path.suffix in {".h", ".cpp"} and path.name not in HOST)
 
 
-def code_of(path: Path) -> str:
+def strip_comments(path: Path) -> str:
     """Without comments and texts."""
     return re.sub(r'//[^\n]*|"[^"\n]*"', "", path.read_text())
 
@@ -44,7 +44,7 @@ def test_there_are_kernels() -> None:
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
 def test_no_construct_that_the_device_lacks(path: Path) -> None:
-    code = code_of(path)
+    code = strip_comments(path)
     found = [
         f"{path.name}:{code.count(chr(10), 0, match.start()) + 1}: {match.group()}"
         for pattern in FORBIDDEN
@@ -60,9 +60,9 @@ def test_includes_nothing_of_the_host(path: Path) -> None:
     assert set(included) <= INCLUDES | device
 
 
-def functions(path: Path) -> Iterator[tuple[str, str, str]]:
+def find_functions(path: Path) -> Iterator[tuple[str, str, str]]:
     """Of each function that a file defines: what stands before its name, the name, the body."""
-    code = code_of(path)
+    code = strip_comments(path)
     heads = re.compile(r"^(?P<head>[^\n;{}#]*?)\b(?P<name>[A-Z]\w+)\([^;{}]*\)\s*(:[^{;]*)?\{", re.MULTILINE)
     for match in heads.finditer(code):
         if re.search(r"\b(if|while|for|switch|return)\b", match["head"]):
@@ -76,7 +76,7 @@ def functions(path: Path) -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
 def test_every_function_is_the_devices(path: Path) -> None:
-    missing = [name for head, name, _ in functions(path) if "__aicore__" not in head]
+    missing = [name for head, name, _ in find_functions(path) if "__aicore__" not in head]
     assert not missing, missing
 
 
@@ -84,7 +84,7 @@ def test_no_function_comes_to_call_itself() -> None:
     """By name alone: functions of one name count as one, which finds more than there is."""
     calls: dict[str, set[str]] = {}
     for path in device_sources():
-        for _, name, body in functions(path):
+        for _, name, body in find_functions(path):
             calls.setdefault(name, set()).update(re.findall(r"\b([A-Z]\w+)\(", body))
     assert {"Update", "Apply", "Encode", "Make", "Square"} <= set(calls)
     for name in calls:
@@ -100,7 +100,9 @@ def functions_of_tensors() -> set[str]:
     """Those outside of classes that take something of namespace AscendC: by that, a call is looked up there, too."""
     heads = re.compile(r"^__aicore__ inline [^\n(]*?\b(\w+)\(([^{]*)\) \{", re.MULTILINE)
     taken = re.compile(r"\b(Local|Global)Tensor\b|\bT[A-Z]\w+|\bRoundMode\b")
-    return {name for path in device_sources() for name, given in heads.findall(code_of(path)) if taken.search(given)}
+    return {
+        name for path in device_sources() for name, given in heads.findall(strip_comments(path)) if taken.search(given)
+    }
 
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
@@ -108,15 +110,15 @@ def test_no_call_of_ours_meets_a_name_of_ascendc(path: Path) -> None:
     """The full kernel_operator.h has a Round, a Copy, ... of its own, and the next release may have any other."""
     names = functions_of_tensors()
     assert {"Load", "Store", "Round", "Copy", "Convert"} <= names
-    members = {name for head, name, _ in functions(path) if head.startswith("  ")}
-    calls = re.findall(rf"^(?!.*__aicore__).*?(?<![\w.:])({'|'.join(names)})\(", code_of(path), re.MULTILINE)
+    members = {name for head, name, _ in find_functions(path) if head.startswith("  ")}
+    calls = re.findall(rf"^(?!.*__aicore__).*?(?<![\w.:])({'|'.join(names)})\(", strip_comments(path), re.MULTILINE)
     assert not set(calls) - members, "a function of ours is called with its namespace: npu::"
 
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
 def test_nothing_of_ours_is_outside_of_our_namespace(path: Path) -> None:
     """There ours and AscendC's would be equally near: a type Sum of ours and their function Sum."""
-    code = re.sub(r"^#(?:.*\\\n)*.*", "", code_of(path), flags=re.MULTILINE)
+    code = re.sub(r"^#(?:.*\\\n)*.*", "", strip_comments(path), flags=re.MULTILINE)
     parts = re.split(r"^namespace npuzero \{\nnamespace npu \{\n|^\} *\n\} *\n", code, flags=re.MULTILINE)
     before, _, after = parts
     assert not before.strip()

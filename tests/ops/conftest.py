@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from npu.emulated import Emulator, emulator
+from npu.emulated import Emulator, default_emulator
 from npuzero import _native
 from npuzero.errors import KernelUnavailable
-from ops.emulated import Driver
+from ops.emulated import KernelDriver
 
 # Set by `make test-aarch64` and `make test-cuda`: the command that runs the kernels of another processor or a GPU; by
 # `make emulate`: that of an NPU.
@@ -31,11 +31,11 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulated() -> Iterator[Driver | Emulator]:
+def emulated() -> Iterator[KernelDriver | Emulator]:
     if _NPU:
-        yield emulator()
+        yield default_emulator()
     else:
-        driver = Driver(_DRIVER)
+        driver = KernelDriver(_DRIVER)
         yield driver
         driver.close()
 

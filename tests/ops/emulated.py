@@ -15,7 +15,7 @@ _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
 
 
-class _Call:
+class _DriverCall:
     """Buffers of this process by address, and the words that name them."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Call:
         return self.view(view)[0]
 
 
-class Driver:
+class KernelDriver:
     """Functions like those of `npuzero._C`, whose kernels run in the driver."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -50,23 +50,23 @@ class Driver:
         return {op: getattr(self, op) for op in _OPS}
 
     def cast(self, source: _C.View, target: _C.View, rounding: int, seed: int, offset: int, stream: int) -> None:
-        call = _Call()
+        call = _DriverCall()
         self._run("cast", call, [*call.view(source), *call.view(target), rounding, seed, offset])
 
     def norm(self, x: _C.View, out: _C.View, workspace: _C.View, addend: Any, scale: float, stream: int) -> None:
-        call = _Call()
+        call = _DriverCall()
         views = [word for view in (x, out, workspace, addend) for word in call.view(view)]
-        self._run("norm", call, [*views, _bits(scale)])
+        self._run("norm", call, [*views, _driver_bits(scale)])
 
     def quantize(self, source: _C.View, message: _C.View, residual: Any, pieces: int, bits: int, stream: int) -> None:
-        call = _Call()
+        call = _DriverCall()
         views = [word for view in (source, message, residual) for word in call.view(view)]
         self._run("quantize", call, [*views, pieces, bits])
 
     def dequantize_sum(
         self, messages: _C.View, out: _C.View, rows: int, pieces: int, bits: int, accumulate: bool, stream: int
     ) -> None:
-        call = _Call()
+        call = _DriverCall()
         self._run("dequantize_sum", call, [*call.view(messages), *call.view(out), rows, pieces, bits, int(accumulate)])
 
     def pack(
@@ -79,8 +79,8 @@ class Driver:
         device: int,
         stream: int,
     ) -> None:
-        call = _Call()
-        words = [_bits(factor), call.scalar(scale_at), int(scaled), int(accumulate)]
+        call = _DriverCall()
+        words = [_driver_bits(factor), call.scalar(scale_at), int(scaled), int(accumulate)]
         for source, target, count, source_dtype, target_dtype in parts:
             if count:
                 ends = (call.buffer(source, count, source_dtype), call.buffer(target, count, target_dtype))
@@ -104,21 +104,21 @@ class Driver:
     ) -> None:
         """`floats`: how many of a group's fields come first and are floats. `rest`: what is no table."""
         grad_scale, skip, dynamic, seed, _, _ = rest
-        call = _Call()
+        call = _DriverCall()
         words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), seed, len(groups)]
         for group in groups:
-            words += [*map(_bits, group[:floats]), *map(int, group[floats:])]
+            words += [*map(_driver_bits, group[:floats]), *map(int, group[floats:])]
         start = 0
         for *addresses, count, master, moment, low, grad in line:
             for begin, end, group, stream, place in ranges:
                 first, last = max(begin - start, 0), min(end - start, count)
                 if first < last:
-                    words += _part(call, addresses, count, (master, moment, low, grad), first, last)
+                    words += _driver_part(call, addresses, count, (master, moment, low, grad), first, last)
                     words += [last - first, master, moment, low, grad, group, stream, place + start + first - begin]
             start += count
         self._run(op, call, words)
 
-    def _run(self, op: str, call: _Call, words: Sequence[int]) -> None:
+    def _run(self, op: str, call: _DriverCall, words: Sequence[int]) -> None:
         pipe, answer = self._process.stdin, self._process.stdout
         assert pipe is not None and answer is not None
         pipe.write(struct.pack("<qq", _OPS.index(op), len(call.buffers)))
@@ -135,8 +135,8 @@ class Driver:
             ctypes.memmove(address, answer.read(size), size)
 
 
-def _part(
-    call: _Call, addresses: Sequence[int], count: int, dtypes: tuple[int, int, int, int], first: int, last: int
+def _driver_part(
+    call: _DriverCall, addresses: Sequence[int], count: int, dtypes: tuple[int, int, int, int], first: int, last: int
 ) -> Iterable[int]:
     """The buffers of [first, last) of a tensor, as parts_of in csrc/bindings.cpp has them."""
     master, moment, low, grad = dtypes
@@ -149,5 +149,5 @@ def _part(
             yield call.buffer(blocks and blocks + count + first // 64, -(-last // 64) - first // 64, _U8)
 
 
-def _bits(value: float) -> int:
+def _driver_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])

@@ -20,11 +20,11 @@ MASTERS = {"fp32": F32, "split": BF16, "none": BF16}
 MOMENTS = {"fp32": F32, "bf16": BF16, "int8": torch.uint8}
 STORED = [(masters, moments) for masters in MASTERS for moments in MOMENTS if (masters, moments) != ("fp32", "fp32")]
 
-Buffers = dict[str, grid.Guarded]
+Buffers = dict[str, grid.GuardedBuffer]
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateOp:
     """An op, its moments and whether they have a sign, and segments of each kind."""
 
     op: Callable[..., None]
@@ -41,13 +41,13 @@ class Update:
 
     def state(self, n: int, low: torch.dtype | None, offset: int = 0) -> Buffers:
         """Buffers by the op's names."""
-        content = {name: grid.values(n) for name in ("master", *self.signed)}
+        content = {name: grid.grid_values(n) for name in ("master", *self.signed)}
         for name, signed in self.signed.items():
             if not signed:  # the larger of 0.0 and -0.0 is whichever comes first
                 content[name].abs_()
         if low is not None:
             content["low"] = torch.zeros(n, dtype=low)
-        return {name: grid.Guarded.around(value, offset) for name, value in content.items()}
+        return {name: grid.GuardedBuffer.around(value, offset) for name, value in content.items()}
 
     def stored(self, n: int, masters: str, moments: str, offset: int = 0, special: bool = True) -> Buffers:
         """`state`, without low, stored like that."""
@@ -55,29 +55,29 @@ class Update:
         for name, item in self.state(n, None, offset).items():
             value = item.inner if special else item.inner.nan_to_num(0.0, 1.0, -1.0)
             if name == "master":
-                upper, rest = storage.split(value)
+                upper, rest = storage.split_halves(value)
                 named[name] = value if masters == "fp32" else upper
                 if masters == "split":
                     named["remainder"] = rest
             else:
                 named[name] = torch.zeros(storage.stored_numel(n, MOMENTS[moments]), dtype=MOMENTS[moments])
-                storage.narrow(value, named[name], signed=self.signed[name])
-        return {name: grid.Guarded.around(value, offset) for name, value in named.items()}
+                storage.encode_moment(value, named[name], signed=self.signed[name])
+        return {name: grid.GuardedBuffer.around(value, offset) for name, value in named.items()}
 
     def wide(self, buffers: Buffers, n: int) -> dict[str, torch.Tensor]:
         """Masters and moments in float32."""
         found = {name: item.inner for name, item in buffers.items()}
         rest, master = found.pop("remainder", None), found.pop("master")
-        values = {name: storage.widen(found[name], n, signed=signed) for name, signed in self.signed.items()}
-        return {**values, "master": master.float() if rest is None else storage.join(master, rest)}
+        values = {name: storage.decode_moment(found[name], n, signed=signed) for name, signed in self.signed.items()}
+        return {**values, "master": master.float() if rest is None else storage.join_halves(master, rest)}
 
     def __call__(self, buffers: Buffers, grad: torch.Tensor, parts: list[Any], **options: Any) -> None:
         self.op(grad=grad, segments=parts, **{name: item.inner for name, item in buffers.items()}, **options)
 
     def assert_grid(self, dtype: torch.dtype, low: torch.dtype | None) -> None:
         """The kernel gives the reference's bits on the grid."""
-        for n, offset in grid.shapes():
-            grad = grid.Guarded.around(grid.values(n, dtype), offset).inner
+        for n, offset in grid.grid_shapes():
+            grad = grid.GuardedBuffer.around(grid.grid_values(n, dtype), offset).inner
             options = {"grad_scale": torch.tensor([0.3]) if offset else None}
             torch.manual_seed(n)
             actual = self.state(n, low, offset)
@@ -93,8 +93,8 @@ class Update:
 
     def assert_stored(self, masters: str, moments: str) -> None:
         """So it does where masters and moments are stored in fewer bits."""
-        for i, (n, offset) in enumerate(grid.shapes()):
-            grad = grid.Guarded.around(grid.values(n, grid.FLOATS[i % 3]), offset).inner
+        for i, (n, offset) in enumerate(grid.grid_shapes()):
+            grad = grid.GuardedBuffer.around(grid.grid_values(n, grid.FLOATS[i % 3]), offset).inner
             kind = self.kinds[i % len(self.kinds)]
             parts = [replace(kind, begin=0, end=n, stream=2**31 - 1, place=2**40 - 3)]
             if n >= 64 * len(self.kinds):
@@ -124,7 +124,7 @@ class Update:
                 for name in ("master", *self.signed):
                     whole[name].inner.nan_to_num_(0.0, 1.0, -1.0)
             for step in range(1, 8):
-                grad = grid.values(n, BF16, special=special)
+                grad = grid.grid_values(n, BF16, special=special)
                 parts = [replace(k, step=step) for k in self.segments(n)]
                 self(whole, grad, parts)
                 self(halves, grad, parts)
@@ -149,10 +149,10 @@ class Update:
                 for name, signed in self.signed.items():
                     dtype = MOMENTS[moments]
                     piece[name] = torch.zeros(storage.stored_numel(end - begin, dtype), dtype=dtype)
-                    storage.narrow(values[name][cut], piece[name], signed=signed)
+                    storage.encode_moment(values[name][cut], piece[name], signed=signed)
                 part = replace(kind, begin=0, end=end - begin, place=begin)
                 self.op(grad=grad[cut], segments=[part], seed=9, **piece)
-                guarded = {name: grid.Guarded.around(value, 0) for name, value in piece.items()}
+                guarded = {name: grid.GuardedBuffer.around(value, 0) for name, value in piece.items()}
                 pieces.append(self.wide(guarded, end - begin))
             results.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
         for other in results[1:]:
@@ -169,7 +169,7 @@ class Update:
         for together in (True, False):
             torch.manual_seed(0)
             buffers = [self.state(n, lows[i % 3], offset=i % 4) for i, n in enumerate(sizes)]
-            grad = [grid.values(n, grads[i // 3 % 3]) for i, n in enumerate(sizes)]
+            grad = [grid.grid_values(n, grads[i // 3 % 3]) for i, n in enumerate(sizes)]
             scale = torch.tensor([0.3])
             if together:
                 names = ("master", *self.signed, "low")
@@ -202,7 +202,7 @@ class Update:
     def assert_skip(self, kind: Any, flag: float, skips: bool) -> None:
         """All is as it was, or nothing."""
         buffers = {
-            name: grid.Guarded.around(item.inner.nan_to_num(0, 1, 1), 0)
+            name: grid.GuardedBuffer.around(item.inner.nan_to_num(0, 1, 1), 0)
             for name, item in self.state(2000, BF16).items()
         }
         before = {name: item.inner.clone() for name, item in buffers.items()}

@@ -22,18 +22,18 @@ GUARD = 32
 _PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def shapes() -> Iterator[tuple[int, int]]:
+def grid_shapes() -> Iterator[tuple[int, int]]:
     """(size, start offset); large is what starts at an aligned address, and at another."""
     yield from ((size, offset) for size in SMALL for offset in OFFSETS)
     yield from ((LARGE, offset) for offset in (OFFSETS[0], OFFSETS[-1]))
 
 
-def patterns(tensor: torch.Tensor) -> torch.Tensor:
+def bit_patterns(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as integers."""
     return tensor.view(_PATTERN[tensor.element_size()])
 
 
-def specials(dtype: torch.dtype) -> torch.Tensor:
+def special_values(dtype: torch.dtype) -> torch.Tensor:
     """Zeros, ones, denormals, largest and smallest finite, infinities, NaN."""
     info = torch.finfo(dtype)
     denormal = info.tiny * info.eps
@@ -42,26 +42,26 @@ def specials(dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, special: bool) -> torch.Tensor:
+def _value_pool(dtype: torch.dtype, special: bool) -> torch.Tensor:
     n = LARGE + 4 * TILE
     with torch.random.fork_rng(devices=[]):  # neither what a test draws nor the pool depends on who asks first
         torch.manual_seed(0)
         x = (torch.randn(n) * torch.exp2(torch.randint(-20, 12, (n,)).float())).to(dtype)
         if special:
-            odd = specials(dtype)
+            odd = special_values(dtype)
             x[::7] = odd[torch.randint(len(odd), (len(x[::7]),))]
     return x
 
 
-def values(n: int, dtype: torch.dtype = torch.float32, *, special: bool = True) -> torch.Tensor:
-    """n values over many magnitudes; with `special`, every seventh one is one of `specials`."""
-    pool = _pool(dtype, special)
+def grid_values(n: int, dtype: torch.dtype = torch.float32, *, special: bool = True) -> torch.Tensor:
+    """n values over many magnitudes; with `special`, every seventh one is one of `special_values`."""
+    pool = _value_pool(dtype, special)
     start = int(torch.randint(len(pool) - n, ()))
     return pool[start : start + n].clone()
 
 
 @dataclass
-class Guarded:
+class GuardedBuffer:
     """A buffer inside a larger one, starting `offset` elements after an aligned address."""
 
     whole: torch.Tensor
@@ -69,7 +69,7 @@ class Guarded:
     before: torch.Tensor
 
     @classmethod
-    def around(cls, content: torch.Tensor, offset: int) -> Guarded:
+    def around(cls, content: torch.Tensor, offset: int) -> GuardedBuffer:
         whole = torch.full((GUARD + offset + content.numel() + GUARD,), 7, dtype=content.dtype)
         inner = whole[GUARD + offset : GUARD + offset + content.numel()]
         inner.copy_(content)
@@ -86,7 +86,7 @@ class Guarded:
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     """Bit for bit, but that one NaN is as good as another."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    same = (patterns(actual) == patterns(expected)) | (actual.isnan() & expected.isnan())
+    same = (bit_patterns(actual) == bit_patterns(expected)) | (actual.isnan() & expected.isnan())
     if not same.all():
         i = int((~same).nonzero()[0])
         count = int((~same).sum())

@@ -15,9 +15,9 @@ MODES += [("tf32", F32, F32), ("stochastic", F32, BF16), ("away", F32, BF16)]
 
 @pytest.mark.parametrize(("rounding", "source", "target"), MODES)
 def test_equals_reference_on_the_grid(isa: str, rounding: str, source: torch.dtype, target: torch.dtype) -> None:
-    for n, offset in grid.shapes():
-        x = grid.Guarded.around(grid.values(n, source), offset).inner
-        actual, expected = (grid.Guarded.around(torch.zeros(n, dtype=target), offset) for _ in range(2))
+    for n, offset in grid.grid_shapes():
+        x = grid.GuardedBuffer.around(grid.grid_values(n, source), offset).inner
+        actual, expected = (grid.GuardedBuffer.around(torch.zeros(n, dtype=target), offset) for _ in range(2))
         arguments = {"rounding": rounding, "seed": 2**63 + 11, "offset": 2**40 + 5}
         ops.cast(x, actual.inner, **arguments)
         grid.with_reference(lambda x=x, out=expected.inner, kw=arguments: ops.cast(x, out, **kw))
@@ -75,30 +75,33 @@ def test_stochastic_keeps_the_mean() -> None:
     assert abs(share - 1 / 3) < 5 * (2 / 9 / n) ** 0.5
 
 
-def _f32(n: int = 8) -> torch.Tensor:
+def _float32_zeros(n: int = 8) -> torch.Tensor:
     return torch.zeros(n)
 
 
 _SHARED = torch.zeros(12)
 
 BAD = {
-    "no tensor": (lambda: ops.cast([1.0], _f32()), "cast: src"),
-    "integers": (lambda: ops.cast(_f32().int(), _f32()), "cast: src"),
-    "float64 target": (lambda: ops.cast(_f32(), _f32().double()), "cast: dst"),
-    "two dimensions": (lambda: ops.cast(torch.zeros(2, 4), _f32()), "cast: src"),
-    "not contiguous": (lambda: ops.cast(torch.zeros(16)[::2], _f32()), "cast: src"),
-    "other length": (lambda: ops.cast(_f32(8), _f32(9)), "cast: dst"),
-    "other device": (lambda: ops.cast(_f32(), _f32().to("meta")), "cast: dst"),
-    "sparse": (lambda: ops.cast(_f32().to_sparse(), _f32()), "cast: src"),
+    "no tensor": (lambda: ops.cast([1.0], _float32_zeros()), "cast: src"),
+    "integers": (lambda: ops.cast(_float32_zeros().int(), _float32_zeros()), "cast: src"),
+    "float64 target": (lambda: ops.cast(_float32_zeros(), _float32_zeros().double()), "cast: dst"),
+    "two dimensions": (lambda: ops.cast(torch.zeros(2, 4), _float32_zeros()), "cast: src"),
+    "not contiguous": (lambda: ops.cast(torch.zeros(16)[::2], _float32_zeros()), "cast: src"),
+    "other length": (lambda: ops.cast(_float32_zeros(8), _float32_zeros(9)), "cast: dst"),
+    "other device": (lambda: ops.cast(_float32_zeros(), _float32_zeros().to("meta")), "cast: dst"),
+    "sparse": (lambda: ops.cast(_float32_zeros().to_sparse(), _float32_zeros()), "cast: src"),
     "overlap": (lambda: ops.cast(_SHARED[:8], _SHARED[4:]), "cast: dst"),
     "in place": (lambda: ops.cast(_SHARED, _SHARED), "cast: src"),
     "tf32 shifted": (lambda: ops.cast(_SHARED[:8], _SHARED[1:9], rounding="tf32"), "cast: dst"),
-    "unknown rounding": (lambda: ops.cast(_f32(), _f32(), rounding="up"), "cast: rounding"),
-    "stochastic to f16": (lambda: ops.cast(_f32(), _f32().half(), rounding="stochastic"), "cast: dst"),
-    "tf32 from bf16": (lambda: ops.cast(_f32().bfloat16(), _f32(), rounding="tf32"), "cast: src"),
-    "negative seed": (lambda: ops.cast(_f32(), _f32(), seed=-1), "cast: seed"),
-    "seed too large": (lambda: ops.cast(_f32(), _f32(), seed=2**64), "cast: seed"),
-    "negative offset": (lambda: ops.cast(_f32(), _f32(), offset=-1), "cast: offset"),
+    "unknown rounding": (lambda: ops.cast(_float32_zeros(), _float32_zeros(), rounding="up"), "cast: rounding"),
+    "stochastic to f16": (
+        lambda: ops.cast(_float32_zeros(), _float32_zeros().half(), rounding="stochastic"),
+        "cast: dst",
+    ),
+    "tf32 from bf16": (lambda: ops.cast(_float32_zeros().bfloat16(), _float32_zeros(), rounding="tf32"), "cast: src"),
+    "negative seed": (lambda: ops.cast(_float32_zeros(), _float32_zeros(), seed=-1), "cast: seed"),
+    "seed too large": (lambda: ops.cast(_float32_zeros(), _float32_zeros(), seed=2**64), "cast: seed"),
+    "negative offset": (lambda: ops.cast(_float32_zeros(), _float32_zeros(), offset=-1), "cast: offset"),
 }
 
 

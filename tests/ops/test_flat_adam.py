@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from npuzero import _native, ops
-from npuzero.ops import Segment, storage
+from npuzero.ops import AdamSegment, storage
 from npuzero.optim import dynamic_rows
 from ops import flat, grid
 from ops.flat import BF16, F16, F32, STORED
 
-ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
+ADAMW = AdamSegment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
 KINDS = [
     ADAMW,
     replace(ADAMW, decoupled=False, step=1),
@@ -24,7 +24,7 @@ KINDS = [
 ]
 
 
-ADAM = flat.Update(ops.flat_adam, {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}, KINDS)
+ADAM = flat.UpdateOp(ops.flat_adam, {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}, KINDS)
 
 
 @pytest.mark.parametrize("low", [None, BF16, F16])
@@ -67,7 +67,7 @@ def test_follows_torch_over_twenty_steps(
 
 def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
     n = 4099
-    grad, results = grid.values(n), []
+    grad, results = grid.grid_values(n), []
     parts = ADAM.segments(n)
     options = [{"lr": k.lr, "betas": (k.beta1, k.beta2), "weight_decay": k.weight_decay} for k in parts]
     options[1]["lr"] = torch.tensor(options[1]["lr"], dtype=torch.float64)
@@ -100,8 +100,8 @@ def test_halves_make_the_same_bits_as_a_whole(isa: str) -> None:
 def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
     every = torch.arange(-(2**15), 2**15).int() << 16
     x = torch.cat([every + rest for rest in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(F32)
-    upper, rest = storage.split(x)
-    grid.assert_same(storage.join(upper, rest), x)
+    upper, rest = storage.split_halves(x)
+    grid.assert_same(storage.join_halves(upper, rest), x)
     finite = x.isfinite() & upper.isfinite()
     wide, half = x[finite].double(), upper[finite].double()
     beyond = torch.nextafter(upper[finite], torch.where(wide > half, torch.inf, -torch.inf).bfloat16()).double()
@@ -110,7 +110,9 @@ def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
     assert (nearer | (tied & (half.abs() > beyond.abs()))).all()
     assert tied.any()
     largest = torch.tensor([3.4e38])
-    assert storage.split(largest)[0].isinf() and torch.equal(storage.join(*storage.split(largest)), largest)
+    assert storage.split_halves(largest)[0].isinf() and torch.equal(
+        storage.join_halves(*storage.split_halves(largest)), largest
+    )
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -120,23 +122,23 @@ def test_every_code_comes_back(signed: bool, exponent: int) -> None:
     for largest in (0xFF, 0xE0, 0x7F) if not signed else (0x7F, 0x60):  # in blocks whose largest value is lower, too
         kept = codes.clamp(max=largest) if not signed else codes & 0x80 | (codes & 0x7F).clamp(max=largest)
         stored = torch.cat([kept, torch.full((4,), exponent, dtype=torch.uint8)])
-        value = storage.widen(stored, 256, signed=signed)
+        value = storage.decode_moment(stored, 256, signed=signed)
         again = torch.zeros_like(stored)
-        storage.narrow(value, again, signed=signed)
-        grid.assert_same(storage.widen(again, 256, signed=signed), value)
+        storage.encode_moment(value, again, signed=signed)
+        grid.assert_same(storage.decode_moment(again, 256, signed=signed), value)
 
 
 def test_codes_are_near_and_no_second_moment_becomes_zero() -> None:
     x = torch.randn(64_000).square() * torch.exp2(torch.randint(-30, 30, (1000, 1)).float()).expand(1000, 64).flatten()
     x[::64] *= 1e-30
     stored = torch.zeros(storage.stored_numel(len(x), torch.uint8), dtype=torch.uint8)
-    storage.narrow(x, stored, signed=False)
-    value = storage.widen(stored, len(x), signed=False)
+    storage.encode_moment(x, stored, signed=False)
+    value = storage.decode_moment(stored, len(x), signed=False)
     assert ((value == 0) == (x == 0)).all()
     near = x >= 2.0**-14 * x.view(1000, 64).amax(1).repeat_interleave(64)
     assert ((value - x).abs() <= x * 2.0**-5)[near].all() and near.float().mean() > 0.9
-    storage.narrow(-x.sqrt(), stored, signed=True)
-    value = storage.widen(stored, len(x), signed=True)
+    storage.encode_moment(-x.sqrt(), stored, signed=True)
+    value = storage.decode_moment(stored, len(x), signed=True)
     near = x >= 2.0**-12 * x.view(1000, 64).amax(1).repeat_interleave(64)
     assert ((value + x.sqrt()).abs() <= x.sqrt() * 2.0**-5)[near].all() and near.float().mean() > 0.9
 
@@ -145,8 +147,8 @@ def test_a_block_with_an_infinity_is_lost_and_no_other() -> None:
     x = torch.ones(192)
     x[70] = torch.inf
     stored = torch.zeros(195, dtype=torch.uint8)
-    storage.narrow(x, stored, signed=True)
-    assert storage.widen(stored, 192, signed=True).isnan().nonzero().flatten().tolist() == list(range(64, 128))
+    storage.encode_moment(x, stored, signed=True)
+    assert storage.decode_moment(stored, 192, signed=True).isnan().nonzero().flatten().tolist() == list(range(64, 128))
 
 
 @pytest.mark.parametrize(("masters", "moments"), STORED)
@@ -162,12 +164,12 @@ def test_a_second_moment_in_few_bits_follows_its_gradients(moments: str) -> None
     exact = torch.ones(n)
     for name, item in buffers.items():
         if name != "master":
-            storage.narrow(torch.ones(n), item.inner, signed=name == "exp_avg")
+            storage.encode_moment(torch.ones(n), item.inner, signed=name == "exp_avg")
     for step in range(1, steps + 1):
         grad = torch.randn(n) * 0.1
         exact = 0.999 * exact + 0.001 * grad.square()
         ADAM(buffers, grad, [replace(ADAMW, end=n, step=step)])
-    kept = storage.widen(buffers["exp_avg_sq"].inner, n, signed=False)
+    kept = storage.decode_moment(buffers["exp_avg_sq"].inner, n, signed=False)
     assert abs(float(kept.double().mean() / exact.double().mean()) - 1) < 0.02
     assert float((kept / exact - 1).abs().mean()) < 0.25
 
@@ -240,17 +242,17 @@ def test_there_may_be_nothing_to_do() -> None:
     assert all(torch.equal(buffer, torch.ones(4)) for buffer in four)
 
 
-def _call(n: int = 8, **changes: Any) -> Callable[[], None]:
+def _adam_op_call(n: int = 8, **changes: Any) -> Callable[[], None]:
     arguments: dict[str, Any] = {name: torch.zeros(n) for name in ("master", "exp_avg", "exp_avg_sq", "grad")}
     arguments["segments"] = [replace(ADAMW, end=n)]
     return lambda: ops.flat_adam(**{**arguments, **changes})
 
 
-def _with(**changes: Any) -> Callable[[], None]:
-    return _call(segments=[replace(ADAMW, end=8, **changes)])
+def _adam_segment_call(**changes: Any) -> Callable[[], None]:
+    return _adam_op_call(segments=[replace(ADAMW, end=8, **changes)])
 
 
-def _in_blocks(n: int) -> list[torch.Tensor]:
+def _block_quantized_moments(n: int) -> list[torch.Tensor]:
     moments = [torch.zeros(storage.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
     return [torch.zeros(n), *moments, torch.zeros(n)]
 
@@ -258,52 +260,64 @@ def _in_blocks(n: int) -> list[torch.Tensor]:
 _SHARED = torch.zeros(12)
 
 BAD = {
-    "no tensor": (_call(master=[0.0] * 8), "master[0]"),
-    "master in f16": (_call(master=torch.zeros(8).half()), "master"),
-    "low of bf16 master": (_call(master=torch.zeros(8).bfloat16(), low=torch.zeros(8).bfloat16()), "low"),
-    "remainder of f32": (_call(remainder=torch.zeros(8, dtype=torch.int16)), "remainder"),
-    "remainder in f32": (_call(master=torch.zeros(8).bfloat16(), remainder=torch.zeros(8)), "remainder"),
-    "moments of two dtypes": (_call(exp_avg=torch.zeros(8).bfloat16()), "exp_avg_sq"),
-    "maximum of another": (_call(max_exp_avg_sq=torch.zeros(8).bfloat16()), "max_exp_avg_sq"),
-    "codes without exponents": (_call(exp_avg=torch.zeros(8, dtype=torch.uint8)), "exp_avg"),
-    "block cut": (lambda: ops.flat_adam(*_in_blocks(100), [replace(ADAMW, begin=32, end=100)]), "segments[0].begin"),
-    "negative seed": (_call(seed=-1), "seed"),
-    "stream too large": (_with(stream=2**31), "segments[0].stream"),
-    "negative place": (_with(place=-1), "segments[0].place"),
-    "moment in float64": (_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
-    "integer gradient": (_call(grad=torch.zeros(8).int()), "grad"),
-    "low in float32": (_call(low=torch.zeros(8)), "low"),
-    "fewer moments": (_call(exp_avg=[]), "exp_avg"),
-    "second in float64": (_call(master=[torch.zeros(4), torch.zeros(4).double()]), "master[1]"),
-    "second too short": (_call(master=[torch.zeros(8)], exp_avg=[torch.zeros(7)]), "exp_avg[0]"),
-    "low too short": (_call(low=torch.zeros(7).bfloat16()), "low"),
-    "short moment": (_call(exp_avg_sq=torch.zeros(7)), "exp_avg_sq"),
-    "long gradient": (_call(grad=torch.zeros(9)), "grad"),
-    "not contiguous": (_call(grad=torch.zeros(16)[::2]), "grad"),
-    "other device": (_call(grad=torch.zeros(8, device="meta")), "grad"),
-    "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),
-    "integer skip": (_call(skip=torch.zeros(1, dtype=torch.int32)), "skip"),
-    "row of none": (_with(row=0), "segments[0].row"),
-    "row past the end": (_call(segments=[replace(ADAMW, end=8, row=2)], dynamic=torch.ones(2, 4)), "segments[0].row"),
-    "rows of three": (_call(dynamic=torch.ones(2, 3)), "dynamic"),
-    "rows in float64": (_call(dynamic=torch.ones(2, 4).double()), "dynamic"),
-    "rows that are written": (_call(exp_avg=_SHARED[:8], dynamic=_SHARED[4:12].view(2, 4)), "dynamic"),
-    "number as scale": (_call(grad_scale=2.0), "grad_scale"),
-    "overlap": (_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
-    "gradient in place": (_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),
-    "skip inside": (_call(exp_avg=_SHARED[:8], skip=_SHARED[7:8]), "skip"),
-    "segment past the end": (_call(segments=[replace(ADAMW, end=9)]), "segments[0]"),
-    "segment backwards": (_call(segments=[replace(ADAMW, begin=5, end=4)]), "segments[0]"),
-    "negative begin": (_call(segments=[replace(ADAMW, begin=-1, end=4)]), "segments[0]"),
-    "segments overlap": (_call(segments=[replace(ADAMW, end=5), replace(ADAMW, begin=4, end=8)]), "segments[1]"),
-    "segments unordered": (_call(segments=[replace(ADAMW, begin=4, end=8), replace(ADAMW, end=4)]), "segments[1]"),
-    "amsgrad without maximum": (_with(amsgrad=True), "segments[0].amsgrad"),
-    "step 0": (_with(step=0), "segments[0].step"),
-    "beta1 of 1": (_with(beta1=1.0), "segments[0].beta1"),
-    "negative beta2": (_with(beta2=-0.1), "segments[0].beta2"),
-    "negative eps": (_with(eps=-1e-8), "segments[0].eps"),
-    "infinite rate": (_with(lr=float("inf")), "segments[0].lr"),
-    "negative decay": (_with(weight_decay=-0.1), "segments[0].weight_decay"),
+    "no tensor": (_adam_op_call(master=[0.0] * 8), "master[0]"),
+    "master in f16": (_adam_op_call(master=torch.zeros(8).half()), "master"),
+    "low of bf16 master": (_adam_op_call(master=torch.zeros(8).bfloat16(), low=torch.zeros(8).bfloat16()), "low"),
+    "remainder of f32": (_adam_op_call(remainder=torch.zeros(8, dtype=torch.int16)), "remainder"),
+    "remainder in f32": (_adam_op_call(master=torch.zeros(8).bfloat16(), remainder=torch.zeros(8)), "remainder"),
+    "moments of two dtypes": (_adam_op_call(exp_avg=torch.zeros(8).bfloat16()), "exp_avg_sq"),
+    "maximum of another": (_adam_op_call(max_exp_avg_sq=torch.zeros(8).bfloat16()), "max_exp_avg_sq"),
+    "codes without exponents": (_adam_op_call(exp_avg=torch.zeros(8, dtype=torch.uint8)), "exp_avg"),
+    "block cut": (
+        lambda: ops.flat_adam(*_block_quantized_moments(100), [replace(ADAMW, begin=32, end=100)]),
+        "segments[0].begin",
+    ),
+    "negative seed": (_adam_op_call(seed=-1), "seed"),
+    "stream too large": (_adam_segment_call(stream=2**31), "segments[0].stream"),
+    "negative place": (_adam_segment_call(place=-1), "segments[0].place"),
+    "moment in float64": (_adam_op_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
+    "integer gradient": (_adam_op_call(grad=torch.zeros(8).int()), "grad"),
+    "low in float32": (_adam_op_call(low=torch.zeros(8)), "low"),
+    "fewer moments": (_adam_op_call(exp_avg=[]), "exp_avg"),
+    "second in float64": (_adam_op_call(master=[torch.zeros(4), torch.zeros(4).double()]), "master[1]"),
+    "second too short": (_adam_op_call(master=[torch.zeros(8)], exp_avg=[torch.zeros(7)]), "exp_avg[0]"),
+    "low too short": (_adam_op_call(low=torch.zeros(7).bfloat16()), "low"),
+    "short moment": (_adam_op_call(exp_avg_sq=torch.zeros(7)), "exp_avg_sq"),
+    "long gradient": (_adam_op_call(grad=torch.zeros(9)), "grad"),
+    "not contiguous": (_adam_op_call(grad=torch.zeros(16)[::2]), "grad"),
+    "other device": (_adam_op_call(grad=torch.zeros(8, device="meta")), "grad"),
+    "scale of two": (_adam_op_call(grad_scale=torch.ones(2)), "grad_scale"),
+    "integer skip": (_adam_op_call(skip=torch.zeros(1, dtype=torch.int32)), "skip"),
+    "row of none": (_adam_segment_call(row=0), "segments[0].row"),
+    "row past the end": (
+        _adam_op_call(segments=[replace(ADAMW, end=8, row=2)], dynamic=torch.ones(2, 4)),
+        "segments[0].row",
+    ),
+    "rows of three": (_adam_op_call(dynamic=torch.ones(2, 3)), "dynamic"),
+    "rows in float64": (_adam_op_call(dynamic=torch.ones(2, 4).double()), "dynamic"),
+    "rows that are written": (_adam_op_call(exp_avg=_SHARED[:8], dynamic=_SHARED[4:12].view(2, 4)), "dynamic"),
+    "number as scale": (_adam_op_call(grad_scale=2.0), "grad_scale"),
+    "overlap": (_adam_op_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
+    "gradient in place": (_adam_op_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),
+    "skip inside": (_adam_op_call(exp_avg=_SHARED[:8], skip=_SHARED[7:8]), "skip"),
+    "segment past the end": (_adam_op_call(segments=[replace(ADAMW, end=9)]), "segments[0]"),
+    "segment backwards": (_adam_op_call(segments=[replace(ADAMW, begin=5, end=4)]), "segments[0]"),
+    "negative begin": (_adam_op_call(segments=[replace(ADAMW, begin=-1, end=4)]), "segments[0]"),
+    "segments overlap": (
+        _adam_op_call(segments=[replace(ADAMW, end=5), replace(ADAMW, begin=4, end=8)]),
+        "segments[1]",
+    ),
+    "segments unordered": (
+        _adam_op_call(segments=[replace(ADAMW, begin=4, end=8), replace(ADAMW, end=4)]),
+        "segments[1]",
+    ),
+    "amsgrad without maximum": (_adam_segment_call(amsgrad=True), "segments[0].amsgrad"),
+    "step 0": (_adam_segment_call(step=0), "segments[0].step"),
+    "beta1 of 1": (_adam_segment_call(beta1=1.0), "segments[0].beta1"),
+    "negative beta2": (_adam_segment_call(beta2=-0.1), "segments[0].beta2"),
+    "negative eps": (_adam_segment_call(eps=-1e-8), "segments[0].eps"),
+    "infinite rate": (_adam_segment_call(lr=float("inf")), "segments[0].lr"),
+    "negative decay": (_adam_segment_call(weight_decay=-0.1), "segments[0].weight_decay"),
 }
 
 

@@ -20,7 +20,7 @@ KINDS = [
     replace(BASE, lr=0.05, step=100_000),
     replace(BASE, lr=0.0),
 ]
-LION = flat.Update(ops.flat_lion, {"exp_avg": True}, KINDS)
+LION = flat.UpdateOp(ops.flat_lion, {"exp_avg": True}, KINDS)
 
 
 @pytest.mark.parametrize("low", [None, BF16, F16])
@@ -34,7 +34,9 @@ def test_equals_reference_however_it_is_stored(isa: str, masters: str, moments: 
     LION.assert_stored(masters, moments)
 
 
-def lion(p: torch.Tensor, m: torch.Tensor, g: torch.Tensor, k: LionSegment) -> tuple[torch.Tensor, torch.Tensor]:
+def paper_lion_step(
+    p: torch.Tensor, m: torch.Tensor, g: torch.Tensor, k: LionSegment
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The paper's Algorithm 2, in the dtype that comes."""
     update = (k.beta1 * m + (1 - k.beta1) * g).sign()
     return p * (1 - k.lr * k.weight_decay) - k.lr * update, k.beta2 * m + (1 - k.beta2) * g
@@ -49,7 +51,7 @@ def test_follows_the_paper_over_twenty_steps(weight_decay: float, maximize: bool
     for step in range(1, 21):
         grad = torch.randn(n)
         kind = replace(BASE, end=n, lr=1e-2, weight_decay=weight_decay, step=step, maximize=maximize)
-        p, m = lion(p, m, -grad.double() if maximize else grad.double(), kind)
+        p, m = paper_lion_step(p, m, -grad.double() if maximize else grad.double(), kind)
         ops.flat_lion(master, exp_avg, grad, [kind])
     assert (master - p).abs().max() <= 1e-6 * p.abs().max()
     assert (exp_avg - m).abs().max() <= 1e-6 * m.abs().max()
@@ -65,7 +67,7 @@ def test_zero_stays_zero_and_what_is_no_number_is_told(isa: str) -> None:
 
 def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
     n = 4099
-    grad, results = grid.values(n), []
+    grad, results = grid.grid_values(n), []
     parts = LION.segments(n)
     table = torch.tensor([[k.lr, 1 - k.lr * k.weight_decay, k.step] for k in parts], dtype=torch.float64).float()
     there = [replace(k, lr=0.0, step=0, row=i) for i, k in enumerate(parts)]
@@ -93,10 +95,10 @@ def test_a_moment_in_few_bits_follows_its_gradients(moments: str) -> None:
     # One step moves it by a hundredth of what little is left; to nearest it would stop on the way.
     n, steps = 4096, 1000
     buffers = LION.stored(n, "fp32", moments)
-    storage.narrow(torch.ones(n), buffers["exp_avg"].inner, signed=True)
+    storage.encode_moment(torch.ones(n), buffers["exp_avg"].inner, signed=True)
     for step in range(1, steps + 1):
         LION(buffers, torch.full((n,), 0.9), [replace(BASE, end=n, step=step)])
-    kept = storage.widen(buffers["exp_avg"].inner, n, signed=True)
+    kept = storage.decode_moment(buffers["exp_avg"].inner, n, signed=True)
     assert abs(float(kept.double().mean()) - 0.9) < 0.002
 
 
@@ -138,45 +140,48 @@ def test_there_may_be_nothing_to_do() -> None:
     assert all(torch.equal(buffer, torch.ones(4)) for buffer in four)
 
 
-def _call(n: int = 8, **changes: Any) -> Callable[[], None]:
+def _lion_op_call(n: int = 8, **changes: Any) -> Callable[[], None]:
     arguments: dict[str, Any] = {name: torch.zeros(n) for name in ("master", "exp_avg", "grad")}
     arguments["segments"] = [replace(BASE, end=n)]
     return lambda: ops.flat_lion(**{**arguments, **changes})
 
 
-def _with(**changes: Any) -> Callable[[], None]:
-    return _call(segments=[replace(BASE, end=8, **changes)])
+def _lion_segment_call(**changes: Any) -> Callable[[], None]:
+    return _lion_op_call(segments=[replace(BASE, end=8, **changes)])
 
 
 _SHARED = torch.zeros(12)
 _CODES = torch.zeros(storage.stored_numel(100, torch.uint8), dtype=torch.uint8)
 
 BAD = {
-    "no tensor": (_call(master=[0.0] * 8), "master[0]"),
-    "master in f16": (_call(master=torch.zeros(8).half()), "master"),
-    "low of bf16 master": (_call(master=torch.zeros(8).bfloat16(), low=torch.zeros(8).bfloat16()), "low"),
-    "remainder of f32": (_call(remainder=torch.zeros(8, dtype=torch.int16)), "remainder"),
-    "codes without exponents": (_call(exp_avg=torch.zeros(8, dtype=torch.uint8)), "exp_avg"),
-    "block cut": (_call(100, exp_avg=_CODES, segments=[replace(BASE, begin=32, end=100)]), "segments[0].begin"),
-    "moment in float64": (_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
-    "no moment": (_call(exp_avg=[None]), "exp_avg[0]"),
-    "fewer moments": (_call(exp_avg=[]), "exp_avg"),
-    "long gradient": (_call(grad=torch.zeros(9)), "grad"),
-    "low in float32": (_call(low=torch.zeros(8)), "low"),
-    "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),
-    "row of none": (_with(row=0), "segments[0].row"),
-    "rows of four": (_call(dynamic=torch.ones(2, 4)), "dynamic"),
-    "overlap": (_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
-    "gradient in place": (_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),
-    "segment past the end": (_call(segments=[replace(BASE, end=9)]), "segments[0]"),
-    "segments unordered": (_call(segments=[replace(BASE, begin=4, end=8), replace(BASE, end=4)]), "segments[1]"),
-    "step 0": (_with(step=0), "segments[0].step"),
-    "beta1 of 1": (_with(beta1=1.0), "segments[0].beta1"),
-    "negative beta2": (_with(beta2=-0.1), "segments[0].beta2"),
-    "infinite rate": (_with(lr=float("inf")), "segments[0].lr"),
-    "negative decay": (_with(weight_decay=-0.1), "segments[0].weight_decay"),
-    "stream too large": (_with(stream=2**31), "segments[0].stream"),
-    "large seed": (_call(seed=2**64), "seed"),
+    "no tensor": (_lion_op_call(master=[0.0] * 8), "master[0]"),
+    "master in f16": (_lion_op_call(master=torch.zeros(8).half()), "master"),
+    "low of bf16 master": (_lion_op_call(master=torch.zeros(8).bfloat16(), low=torch.zeros(8).bfloat16()), "low"),
+    "remainder of f32": (_lion_op_call(remainder=torch.zeros(8, dtype=torch.int16)), "remainder"),
+    "codes without exponents": (_lion_op_call(exp_avg=torch.zeros(8, dtype=torch.uint8)), "exp_avg"),
+    "block cut": (_lion_op_call(100, exp_avg=_CODES, segments=[replace(BASE, begin=32, end=100)]), "segments[0].begin"),
+    "moment in float64": (_lion_op_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
+    "no moment": (_lion_op_call(exp_avg=[None]), "exp_avg[0]"),
+    "fewer moments": (_lion_op_call(exp_avg=[]), "exp_avg"),
+    "long gradient": (_lion_op_call(grad=torch.zeros(9)), "grad"),
+    "low in float32": (_lion_op_call(low=torch.zeros(8)), "low"),
+    "scale of two": (_lion_op_call(grad_scale=torch.ones(2)), "grad_scale"),
+    "row of none": (_lion_segment_call(row=0), "segments[0].row"),
+    "rows of four": (_lion_op_call(dynamic=torch.ones(2, 4)), "dynamic"),
+    "overlap": (_lion_op_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
+    "gradient in place": (_lion_op_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),
+    "segment past the end": (_lion_op_call(segments=[replace(BASE, end=9)]), "segments[0]"),
+    "segments unordered": (
+        _lion_op_call(segments=[replace(BASE, begin=4, end=8), replace(BASE, end=4)]),
+        "segments[1]",
+    ),
+    "step 0": (_lion_segment_call(step=0), "segments[0].step"),
+    "beta1 of 1": (_lion_segment_call(beta1=1.0), "segments[0].beta1"),
+    "negative beta2": (_lion_segment_call(beta2=-0.1), "segments[0].beta2"),
+    "infinite rate": (_lion_segment_call(lr=float("inf")), "segments[0].lr"),
+    "negative decay": (_lion_segment_call(weight_decay=-0.1), "segments[0].weight_decay"),
+    "stream too large": (_lion_segment_call(stream=2**31), "segments[0].stream"),
+    "large seed": (_lion_op_call(seed=2**64), "seed"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npuzero import ContractError, ops
-from npuzero.ops.storage.lazy import settled
+from npuzero.ops.storage.lazy import materialize_lazy
 
 
 def lazily_negative(values: torch.Tensor) -> torch.Tensor:
@@ -22,9 +22,9 @@ LAZY = lazily_negative(torch.ones(1))
 ONE, LOW = torch.ones(1), torch.ones(1, dtype=torch.bfloat16)
 
 
-def update(**some: torch.Tensor) -> Callable[[], object]:
+def lazy_adam_call(**some: torch.Tensor) -> Callable[[], object]:
     buffers = {"master": torch.ones(1), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1), "grad": torch.ones(1)}
-    segment = ops.Segment(0, 1, 1.0, 0.9, 0.9, 1e-8, 0.0, 1, decoupled=True, maximize=False, amsgrad=False)
+    segment = ops.AdamSegment(0, 1, 1.0, 0.9, 0.9, 1e-8, 0.0, 1, decoupled=True, maximize=False, amsgrad=False)
     return lambda: ops.flat_adam(**{**buffers, **some}, segments=[segment])
 
 
@@ -38,9 +38,9 @@ def update(**some: torch.Tensor) -> Callable[[], object]:
         lambda: ops.pack([ONE], [0], torch.zeros(1), scale=LAZY),
         lambda: ops.unpack(torch.ones(2), [torch.zeros(1), LAZY], [0, 1]),
         lambda: ops.norm(LAZY, torch.zeros(2, dtype=torch.float64)),
-        update(master=LAZY),
-        update(exp_avg=LAZY),
-        update(grad=LAZY),
+        lazy_adam_call(master=LAZY),
+        lazy_adam_call(exp_avg=LAZY),
+        lazy_adam_call(grad=LAZY),
     ],
 )
 def test_a_lazy_negative_is_refused_by_every_op(call: Callable[[], object]) -> None:
@@ -52,6 +52,6 @@ def test_a_lazy_negative_is_refused_by_every_op(call: Callable[[], object]) -> N
 def test_settled_has_the_values_in_its_memory() -> None:
     conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
     for tensor in (LAZY, conjugate, conjugate.imag, torch.ones(2, 3).t(), torch.ones(3)):
-        found = settled(tensor)
+        found = materialize_lazy(tensor)
         assert torch.equal(found, tensor) and found.is_contiguous() and not found.is_neg() and not found.is_conj()
-    assert settled(ONE) is ONE
+    assert materialize_lazy(ONE) is ONE

@@ -13,7 +13,7 @@ from ops import grid
 _APART = 2**-40 if os.environ.get("EMULATED_NPU") else 0.0
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
+def norm_into_out(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(2, dtype=torch.float64)
     ops.norm(x, out)
     return out
@@ -21,10 +21,10 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", grid.FLOATS)
 def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype) -> None:
-    for n, offset in grid.shapes():
+    for n, offset in grid.grid_shapes():
         for special in (False, True):
-            x = grid.Guarded.around(grid.values(n, dtype, special=special), offset).inner
-            actual = grid.Guarded.around(torch.full((2,), -1.0, dtype=torch.float64), offset)
+            x = grid.GuardedBuffer.around(grid.grid_values(n, dtype, special=special), offset).inner
+            actual = grid.GuardedBuffer.around(torch.full((2,), -1.0, dtype=torch.float64), offset)
             expected = torch.empty(2, dtype=torch.float64)
             ops.norm(x, actual.inner)
             grid.with_reference(lambda x=x, out=expected: ops.norm(x, out))
@@ -35,12 +35,12 @@ def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", grid.FLOATS)
 def test_adds_before_it_sums(isa: str, dtype: torch.dtype) -> None:
-    for n, offset in grid.shapes():
+    for n, offset in grid.grid_shapes():
         for special in (False, True):
-            x, addend = grid.values(n, special=special), grid.values(n, dtype, special=special)
-            actual, expected = grid.Guarded.around(x, offset), x.clone()
+            x, addend = grid.grid_values(n, special=special), grid.grid_values(n, dtype, special=special)
+            actual, expected = grid.GuardedBuffer.around(x, offset), x.clone()
             sums, reference = torch.empty(2, dtype=torch.float64), torch.empty(2, dtype=torch.float64)
-            addend = grid.Guarded.around(addend, offset).inner
+            addend = grid.GuardedBuffer.around(addend, offset).inner
             ops.norm(actual.inner, sums, addend=addend, scale=0.37)
             grid.with_reference(
                 lambda x=expected, out=reference, a=addend: ops.norm(x, out, addend=a, scale=0.37),
@@ -48,32 +48,32 @@ def test_adds_before_it_sums(isa: str, dtype: torch.dtype) -> None:
             grid.assert_same(actual.inner, expected, f"{n}+{offset}")
             actual.assert_guards()
             assert sums[1] == reference[1]
-            assert torch.equal(sums.nan_to_num(), norm(actual.inner).nan_to_num())
+            assert torch.equal(sums.nan_to_num(), norm_into_out(actual.inner).nan_to_num())
 
 
 def test_sum_is_far_more_exact_than_float32() -> None:
-    x = grid.values(100_003, special=False)
+    x = grid.grid_values(100_003, special=False)
     exact = math.fsum(value * value for value in x.double().tolist())
-    assert abs(norm(x)[0].item() - exact) <= exact * 2**-45
+    assert abs(norm_into_out(x)[0].item() - exact) <= exact * 2**-45
 
 
 def test_no_bit_depends_on_threads_isa_or_alignment() -> None:
-    x = grid.values(grid.LARGE, special=False)
-    expected = norm(x)
+    x = grid.grid_values(grid.LARGE, special=False)
+    expected = norm_into_out(x)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for isa in _native.supported_isas():
             _native.use_isa(isa)
             for offset in grid.OFFSETS:
-                assert torch.equal(norm(grid.Guarded.around(x, offset).inner), expected)
+                assert torch.equal(norm_into_out(grid.GuardedBuffer.around(x, offset).inner), expected)
 
 
 def test_non_finite_elements_are_counted_and_spoil_the_sum() -> None:
     x = torch.ones(50_000)
     x[[3, 49_999]] = torch.inf
-    assert norm(x).tolist() == [torch.inf, 2.0]
+    assert norm_into_out(x).tolist() == [torch.inf, 2.0]
     x[40_000] = torch.nan
-    total, bad = norm(x).tolist()
+    total, bad = norm_into_out(x).tolist()
     assert math.isnan(total) and bad == 3.0
 
 

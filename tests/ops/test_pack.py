@@ -12,7 +12,7 @@ F32, BF16, F16 = grid.FLOATS
 PAIRS = list(itertools.product(grid.FLOATS, repeat=2))
 
 
-def layout(sizes: tuple[int, ...], offset: int) -> tuple[list[int], int]:
+def offsets_with_gaps(sizes: tuple[int, ...], offset: int) -> tuple[list[int], int]:
     """Offsets with gaps of one to three elements between neighbours, and the wire's length."""
     offsets, end = [], offset
     for i, size in enumerate(sizes):
@@ -29,19 +29,19 @@ def test_equals_reference_on_the_grid(
 ) -> None:
     for offset in grid.OFFSETS:
         for sizes in (grid.SMALL, (grid.LARGE // 10, 5, grid.LARGE // 20)):
-            offsets, length = layout(sizes, offset)
-            tensors = [grid.Guarded.around(grid.values(n, source), offset).inner for n in sizes]
+            offsets, length = offsets_with_gaps(sizes, offset)
+            tensors = [grid.GuardedBuffer.around(grid.grid_values(n, source), offset).inner for n in sizes]
             options = {"scale": torch.tensor([0.37]) if scaled else None, "accumulate": accumulate}
-            wire = grid.values(length, target)
-            actual, expected = grid.Guarded.around(wire, offset), wire.clone()
+            wire = grid.grid_values(length, target)
+            actual, expected = grid.GuardedBuffer.around(wire, offset), wire.clone()
             ops.pack(tensors, offsets, actual.inner, **options)
             grid.with_reference(lambda t=tensors, o=offsets, w=expected, kw=options: ops.pack(t, o, w, **kw))
             grid.assert_same(actual.inner, expected, f"pack {sizes}+{offset}")
             actual.assert_guards()
 
-            wire = grid.values(length, source)
-            start = [grid.values(n, target) for n in sizes]
-            actuals = [grid.Guarded.around(content, offset) for content in start]
+            wire = grid.grid_values(length, source)
+            start = [grid.grid_values(n, target) for n in sizes]
+            actuals = [grid.GuardedBuffer.around(content, offset) for content in start]
             expecteds = [content.clone() for content in start]
             ops.unpack(wire, [guarded.inner for guarded in actuals], offsets, **options)
             grid.with_reference(lambda w=wire, t=expecteds, o=offsets, kw=options: ops.unpack(w, t, o, **kw))
@@ -60,7 +60,7 @@ def test_copies_of_bits_keep_every_pattern(isa: str) -> None:
 
 def test_many_tensors_of_mixed_dtype_and_shape_in_any_order() -> None:
     tensors = [torch.randn(7, i % 50, 3).to(grid.FLOATS[i % 3]) for i in range(450)]
-    offsets, length = layout(tuple(t.numel() for t in tensors), 0)
+    offsets, length = offsets_with_gaps(tuple(t.numel() for t in tensors), 0)
     order = torch.randperm(450).tolist()
     tensors, offsets = [tensors[i] for i in order], [offsets[i] for i in order]
     wire = torch.full((length,), 9.0)
@@ -84,7 +84,7 @@ def test_there_may_be_nothing_to_do() -> None:
 
 def test_result_does_not_depend_on_threads() -> None:
     tensors = [torch.randn(n) for n in (5, 300_000, 1, 80_001)]
-    offsets, length = layout((5, 300_000, 1, 80_001), 0)
+    offsets, length = offsets_with_gaps((5, 300_000, 1, 80_001), 0)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -93,7 +93,7 @@ def test_result_does_not_depend_on_threads() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def _released() -> torch.Tensor:
+def _released_view() -> torch.Tensor:
     tensor = torch.zeros(8)
     view = tensor[2:6]
     tensor.untyped_storage().resize_(0)
@@ -109,7 +109,7 @@ BAD = {
     "float64": (lambda: ops.unpack(_W, [_A.double()], [0]), "unpack: tensors[0]"),
     "not contiguous": (lambda: ops.pack([torch.zeros(4, 4).T], [0], torch.zeros(16)), "pack: tensors[0]"),
     "other device": (lambda: ops.pack([_A.to("meta")], [0], _W), "pack: tensors[0]"),
-    "released": (lambda: ops.pack([_released()], [0], _W), "pack: tensors[0]"),
+    "released": (lambda: ops.pack([_released_view()], [0], _W), "pack: tensors[0]"),
     "float64 wire": (lambda: ops.pack([_A], [0], _W.double()), "pack: wire"),
     "wire of two dimensions": (lambda: ops.pack([_A], [0], _W.view(2, 5)), "pack: wire"),
     "fewer offsets": (lambda: ops.pack([_A, _A], [0], _W), "pack: offsets"),

@@ -16,13 +16,13 @@ from npuzero import Report, comm
 from npuzero.comm import World
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.plan import DATA
-from world.toy import build
+from world.toy import build_seeded_model
 
 WIDTH, CLASSES, ROWS = 16, 11, 2  # rows of a micro-batch
 State = dict[str, Tensor]
 
 
-class Block(nn.Module):
+class PipelineBlock(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -32,13 +32,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Deep(nn.Module):
+class DeepModel(nn.Module):
     """Embedding, blocks, norm and head, called one after another."""
 
     def __init__(self, layers: int = 14, tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(PipelineBlock() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         if tied:
@@ -55,12 +55,12 @@ class Deep(nn.Module):
         return [self.tokens, self.blocks, self.norm, self.head]
 
 
-def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+def pipeline_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 
 @dataclass(frozen=True)
-class Run:
+class PipelineRun:
     """How a model is trained, by either contender."""
 
     micro_batches: int = 4
@@ -68,7 +68,7 @@ class Run:
     steps: int = 3
     kind: str = "sgd"
     clip: float | None = None
-    make: Callable[[], nn.Module] = Deep
+    make: Callable[[], nn.Module] = DeepModel
     parts: bool = False  # matrices are clipped first, then vectors, then all by a list
 
     def batch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
@@ -94,16 +94,16 @@ class Run:
 
 
 @cache
-def plainly(run: Run) -> tuple[State, list[float], list[float]]:
+def train_pipeline_plain(run: PipelineRun) -> tuple[State, list[float], list[float]]:
     """Train by plain torch; the state in the end, and losses and norms of the steps."""
-    model = build(make=run.make)
+    model = build_seeded_model(make=run.make)
     optimizer = run.optimizer(model.parameters())
     losses, norms = [], []
     for step in range(run.steps):
         total = 0.0
         for index in range(run.data):
             for tokens, target in zip(*(part.chunk(run.micro_batches) for part in run.batch(step, index)), strict=True):
-                loss = loss_of(model(tokens), target) / run.micro_batches / run.data
+                loss = pipeline_loss(model(tokens), target) / run.micro_batches / run.data
                 loss.backward()
                 total += loss.item()
         losses.append(total)
@@ -114,7 +114,7 @@ def plainly(run: Run) -> tuple[State, list[float], list[float]]:
 
 
 @dataclass
-class Piped:
+class PipelineResult:
     """What one rank has in the end, and measured over the last step."""
 
     state: State
@@ -125,13 +125,15 @@ class Piped:
     rank: int
 
 
-def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None = None, **options: Any) -> list[Piped]:
+def train_pipeline(
+    run: PipelineRun, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None = None, **options: Any
+) -> list[PipelineResult]:
     """Train by a pipeline over ``ranks`` pipe ranks times the data ranks."""
 
-    def rank(world: World) -> Piped:
+    def rank(world: World) -> PipelineResult:
         sizes = npuzero.mesh(world=world, pipe=ranks, local_size=1, **(mesh or {}))
-        model = build(make=run.make)
-        given = {"loss_fn": loss_of, "blocks": model.order if isinstance(model, Deep) else None} | options
+        model = build_seeded_model(make=run.make)
+        given = {"loss_fn": pipeline_loss, "blocks": model.order if isinstance(model, DeepModel) else None} | options
         which = {"plan": preset} if isinstance(preset, (str, npuzero.Plan)) else {"stage": preset}
         pipe = npuzero.pipeline(model, sizes, micro_batches=run.micro_batches, **which, **given)
         optimizer = run.optimizer(pipe.parameters(), plain=False)
@@ -147,23 +149,23 @@ def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None 
             state = {name: value.detach().clone() for name, value in pipe.named_parameters(remove_duplicate=False)}
         whole = npuzero.full_state_dict(pipe, rank0_only=False)
         assert all(torch.equal(value, whole[name]) for name, value in state.items())
-        return Piped(state, losses, norms, report, pipe, world.rank)
+        return PipelineResult(state, losses, norms, report, pipe, world.rank)
 
     return comm.run_threads(ranks * run.data, rank, timeout_s=60)
 
 
-def apart(found: State, expected: State) -> float:
+def relative_distance(found: State, expected: State) -> float:
     """The largest difference, relative to each tensor's largest magnitude."""
     return max(
         ((value - expected[name]).abs().max() / expected[name].abs().max()).item() for name, value in found.items()
     )
 
 
-def assert_like_plain(run: Run, found: list[Piped], bound: float) -> None:
-    state, losses, norms = plainly(run)
+def assert_like_plain(run: PipelineRun, found: list[PipelineResult], bound: float) -> None:
+    state, losses, norms = train_pipeline_plain(run)
     assert {name for each in found for name in each.state} == set(state)
     for each in found:
-        assert apart(each.state, state) <= bound
+        assert relative_distance(each.state, state) <= bound
         torch.testing.assert_close(each.losses, losses, rtol=1e-6, atol=0)
         torch.testing.assert_close(each.norms, norms, rtol=1e-6, atol=0)
         assert (each.losses, each.norms) == (found[0].losses, found[0].norms)

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import npuzero
 from npuzero import parallel
-from npuzero.comm import Communicator, Counted, Mesh, World, run_threads
+from npuzero.comm import Communicator, CountingCommunicator, Mesh, World, run_threads
 from npuzero.plan import DATA, Sent, sent_by_verb
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 VOCABULARY, DIM, HEADS, SEQUENCE, BATCH, LAYERS, STEPS = 29, 32, 8, 16, 2, 2, 3
 
 
-class Layer(nn.Module):
+class SequenceLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.after = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
@@ -37,11 +37,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.after(x))
 
 
-class Decoder(nn.Module):
+class SequenceDecoder(nn.Module):
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, DIM), nn.Embedding(SEQUENCE, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(SequenceLayer() for _ in range(layers))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-class Watched(Mesh):
+class WatchedMesh(Mesh):
     """Counts what functions over its communicators send."""
 
     def __init__(self, world: World, **sizes: Any) -> None:
@@ -59,10 +59,10 @@ class Watched(Mesh):
         self.sent = Sent()
 
     def communicator(self, axes: tuple[str, ...], purpose: str) -> Communicator:
-        return Counted(super().communicator(axes, purpose), self.sent, self.shape.sizes(axes))
+        return CountingCommunicator(super().communicator(axes, purpose), self.sent, self.shape.sizes(axes))
 
 
-def batch(step: int, group: int) -> dict[str, Tensor]:
+def sequence_batch(step: int, group: int) -> dict[str, Tensor]:
     """Whole sequences of the ``group`` of ranks that share them; the further a group, the fewer labels count."""
     tokens = torch.randint(
         VOCABULARY - 1, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(100 * step + group)
@@ -73,7 +73,7 @@ def batch(step: int, group: int) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SequenceRecipe:
     """How a model is trained by any contender."""
 
     optimizer: str = "sgd"
@@ -89,14 +89,18 @@ _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
 
 
 @cache
-def plain(groups: int, recipe: Recipe) -> dict[str, Tensor]:
+def train_sequence_plain(groups: int, recipe: SequenceRecipe) -> dict[str, Tensor]:
     """One process: the mean over all labels that count, of all groups and micro-batches of a step."""
-    model = build(make=Decoder)
+    model = build_seeded_model(make=SequenceDecoder)
     kind, options = _KINDS[recipe.optimizer]
     optimizer = kind(model.parameters(), **options)
     norms = []
     for step in range(recipe.steps):
-        whole = [batch(step * recipe.micro_batches + u, g) for u in range(recipe.micro_batches) for g in range(groups)]
+        whole = [
+            sequence_batch(step * recipe.micro_batches + u, g)
+            for u in range(recipe.micro_batches)
+            for g in range(groups)
+        ]
         tokens, labels = (torch.cat([each[name] for each in whole]) for name in ("input_ids", "labels"))
         logits = model(tokens, torch.arange(SEQUENCE).expand(tokens.shape))
         F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
@@ -106,8 +110,8 @@ def plain(groups: int, recipe: Recipe) -> dict[str, Tensor]:
     return {"norms": torch.stack(norms), **{name: value.detach() for name, value in model.state_dict().items()}}
 
 
-def prepared(mesh: Mesh, layers: int = LAYERS) -> Any:
-    model: Any = build(make=lambda: Decoder(layers))
+def build_sequence_model(mesh: Mesh, layers: int = LAYERS) -> Any:
+    model: Any = build_seeded_model(make=lambda: SequenceDecoder(layers))
     for layer in model.layers:
         layer.attend = parallel.attention(layer.attend, mesh)
     return model
@@ -127,19 +131,20 @@ def saved_bytes(compute: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return result, sum(kept)
 
 
-def on_rank(
-    world: World, plan: Any, sizes: dict[str, int], recipe: Recipe, layers: int = LAYERS, **more: Any
+def train_sequence_rank(
+    world: World, plan: Any, sizes: dict[str, int], recipe: SequenceRecipe, layers: int = LAYERS, **more: Any
 ) -> dict[str, Any]:
-    mesh = Watched(world, **sizes)
+    mesh = WatchedMesh(world, **sizes)
     group = mesh.index(DATA) // mesh.shape.sequence
-    model = npuzero.zero(prepared(mesh, layers), plan=plan, mesh=mesh, **more)
+    model = npuzero.zero(build_sequence_model(mesh, layers), plan=plan, mesh=mesh, **more)
     kind, options = _KINDS[recipe.optimizer]
     own = {"sgd": lambda *a, **o: npuzero.ZeroOptimizer(kind, *a, **o), "adamw": npuzero.AdamW}[recipe.optimizer]
     optimizer = own(model.parameters(), **options)
     norms, held, losses = [], [], []
     for step in range(recipe.steps):
         parts = [
-            parallel.slice(batch(step * recipe.micro_batches + u, group), mesh) for u in range(recipe.micro_batches)
+            parallel.slice(sequence_batch(step * recipe.micro_batches + u, group), mesh)
+            for u in range(recipe.micro_batches)
         ]
         count = torch.tensor(float(sum((part["labels"] != -100).sum() for part in parts)))
         mesh.world.communicator(range(world.size), "test").all_reduce(count.view(1)).wait()
@@ -168,9 +173,11 @@ def on_rank(
     }
 
 
-def check(size: int, plan: Any, sizes: dict[str, int], recipe: Recipe = Recipe()) -> None:
+def check_sequence_training(
+    size: int, plan: Any, sizes: dict[str, int], recipe: SequenceRecipe = SequenceRecipe()
+) -> None:
     """Ranks end with the same bits, those of one process but for rounding; bytes are the formula's."""
-    found = run_threads(size, lambda world: on_rank(world, plan, sizes, recipe))
+    found = run_threads(size, lambda world: train_sequence_rank(world, plan, sizes, recipe))
     ranks = sizes["sequence"]
     for each in found:
         assert_same_bits(each["state"], found[0]["state"])
@@ -180,4 +187,4 @@ def check(size: int, plan: Any, sizes: dict[str, int], recipe: Recipe = Recipe()
         expected["all_reduce"] = recipe.micro_batches * (2 * 16 * (size - 1) // size)  # the loss and how many it is of
         assert each["sent"] == expected
     bound = 1e-6 if recipe.optimizer == "sgd" else 1e-4
-    assert_close(found[0]["state"], plain(size // ranks, replace(recipe)), bound)
+    assert_states_close(found[0]["state"], train_sequence_plain(size // ranks, replace(recipe)), bound)

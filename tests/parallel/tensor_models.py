@@ -26,7 +26,7 @@ from transformers import (
 VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS = 48, 12, 2, 24, 2
 
 
-class Attention(nn.Module):
+class PackedAttention(nn.Module):
     """Packed queries, keys and values with biases, and a norm of each head."""
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-class Block(nn.Module):
+class TensorBlock(nn.Module):
     """The perceptron's Linears lie in the block itself, beside its norms."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.attention = Attention()
+        self.attention = PackedAttention()
         self.gate, self.up = nn.Linear(HIDDEN, 36), nn.Linear(HIDDEN, 36)
         self.down = nn.Linear(36, HIDDEN)
 
@@ -59,13 +59,13 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class ToyGPT(nn.Module):
+class TensorToyGPT(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Parameter(torch.randn(SEQUENCE, HIDDEN) * 0.1)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(TensorBlock() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
@@ -100,24 +100,24 @@ _SIZES = {
 }
 
 
-def llama(**more: object) -> PreTrainedModel:
+def build_tensor_llama(**more: object) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **more}))
 
 
-def tied(**more: object) -> PreTrainedModel:
-    return llama(tie_word_embeddings=True, **more)
+def build_tied_llama(**more: object) -> PreTrainedModel:
+    return build_tensor_llama(tie_word_embeddings=True, **more)
 
 
 def biased(**more: object) -> PreTrainedModel:
     """Biases on all Linears, those cut by rows, too."""
-    return llama(attention_bias=True, mlp_bias=True, **more)
+    return build_tensor_llama(attention_bias=True, mlp_bias=True, **more)
 
 
 def qwen2(**more: object) -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**{**_SIZES, "num_attention_heads": 12, "num_key_value_heads": 12, **more}))
 
 
-def qwen3(**more: object) -> PreTrainedModel:
+def build_tensor_qwen3(**more: object) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**_SIZES, "head_dim": 4, **more}))
 
 
@@ -135,26 +135,34 @@ def olmo2(**more: object) -> PreTrainedModel:
 
 
 ZOO: dict[str, Callable[..., nn.Module]] = {
-    f.__name__: f for f in (ToyGPT, llama, tied, biased, qwen2, qwen3, phi3, glm4, olmo2)
+    "ToyGPT": TensorToyGPT,
+    "llama": build_tensor_llama,
+    "tied": build_tied_llama,
+    "biased": biased,
+    "qwen2": qwen2,
+    "qwen3": build_tensor_qwen3,
+    "phi3": phi3,
+    "glm4": glm4,
+    "olmo2": olmo2,
 }
 
 
-def plan_of(name: str) -> dict[str, object] | None:
+def tensor_plan(name: str) -> dict[str, object] | None:
     return TOY_PLAN if name == "ToyGPT" else None
 
 
-def batch_of(step: int, rank: int) -> dict[str, Tensor]:
+def tensor_batch(step: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    found = model(**batch_of(step, rank))
+def tensor_model_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    found = model(**tensor_batch(step, rank))
     return found if isinstance(found, Tensor) else found.loss
 
 
-def stirred(name: str, **config: object) -> Callable[[], nn.Module]:
+def make_stirred_tensor_model(name: str, **config: object) -> Callable[[], nn.Module]:
     """Makes the model ``name`` as after some training: no parameter is all zeros or ones."""
 
     def make() -> nn.Module:

@@ -9,20 +9,20 @@ from torch import Tensor
 import npuzero
 from npuzero import parallel
 from npuzero.comm import World, run_threads
-from parallel.tensor_models import batch_of, llama
+from parallel.tensor_models import build_tensor_llama, tensor_batch
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
+from world.toy import build_seeded_model
 
 STEPS, LR = 3, 1e-2
 #: Sums go in other orders on each mesh, and Adam's first steps make parts of LR of what that leaves of small gradients.
 APART = 0.02 * LR
 
 
-def plain() -> dict[str, Tensor]:
-    model = build(make=llama)
+def train_llama_plain() -> dict[str, Tensor]:
+    model = build_seeded_model(make=build_tensor_llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
-        model(**batch_of(step, 0)).loss.backward()
+        model(**tensor_batch(step, 0)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -40,7 +40,7 @@ def plain() -> dict[str, Tensor]:
 def test_axes_together_train_as_plain_torch(preset: str, axes: dict[str, int]) -> None:
     def rank(world: World) -> dict[str, Tensor]:
         mesh = npuzero.mesh(world=world, **axes)
-        model = build(make=llama)
+        model = build_seeded_model(make=build_tensor_llama)
         if "tensor" in axes:
             parallel.tensor(model, mesh)
         parallel.sequence(model, mesh)
@@ -50,7 +50,7 @@ def test_axes_together_train_as_plain_torch(preset: str, axes: dict[str, int]) -
             model = npuzero.zero(model, plan=preset, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=LR)
         for step in range(STEPS):
-            part = parallel.slice(batch_of(step, 0), mesh)  # all ranks have data of their own in one group alone
+            part = parallel.slice(tensor_batch(step, 0), mesh)  # all ranks have data of their own in one group alone
             if "pipe" in axes:
                 model.step(**part)
             else:
@@ -61,7 +61,7 @@ def test_axes_together_train_as_plain_torch(preset: str, axes: dict[str, int]) -
 
     size = axes.get("pipe", 1) * axes.get("tensor", 1) * axes["sequence"]
     found = run_threads(size, rank)[0]
-    expected = plain()
+    expected = train_llama_plain()
     assert expected.keys() <= found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].float(), value, rtol=0, atol=APART, msg=lambda m, n=name: f"{n}: {m}")

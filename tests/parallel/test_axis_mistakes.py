@@ -20,13 +20,13 @@ from npuzero.errors import ConfigError, StateError
 from npuzero.plan import DATA
 from npuzero.shard.inputs import MOST_ELEMENTS
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import assert_same_bits
 
 WORDS = {"*.up": "colwise", "*.down": "rowwise"}
 
 
-class Block(nn.Module):
+class NormMlpBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
@@ -35,15 +35,15 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def net() -> nn.Module:
-    return build(make=lambda: nn.Sequential(Block(), Block()))
+def build_two_blocks() -> nn.Module:
+    return build_seeded_model(make=lambda: nn.Sequential(NormMlpBlock(), NormMlpBlock()))
 
 
-def divided(mesh: Mesh) -> nn.Module:
-    return parallel.tensor(net(), mesh, plan=WORDS)
+def divide_two_blocks(mesh: Mesh) -> nn.Module:
+    return parallel.tensor(build_two_blocks(), mesh, plan=WORDS)
 
 
-def refused(size: int, body: Callable[[World], Any], match: str) -> None:
+def check_all_ranks_refuse(size: int, body: Callable[[World], Any], match: str) -> None:
     """``body`` raises a ConfigError of this text on every rank, within seconds."""
 
     def rank(world: World) -> str:
@@ -59,7 +59,11 @@ def refused(size: int, body: Callable[[World], Any], match: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_tensor_axis_without_divided_layers(size: int) -> None:
-    refused(size, lambda world: npuzero.zero(net(), mesh=npuzero.mesh(tensor=2, world=world)), "axis tensor: .*relate")
+    check_all_ranks_refuse(
+        size,
+        lambda world: npuzero.zero(build_two_blocks(), mesh=npuzero.mesh(tensor=2, world=world)),
+        "axis tensor: .*relate",
+    )
 
 
 def test_a_copy_of_a_divided_model_has_no_cuts() -> None:
@@ -68,12 +72,12 @@ def test_a_copy_of_a_divided_model_has_no_cuts() -> None:
         model = parallel.relate(linear := nn.Linear(8, 8), tensor="cut") or copy.deepcopy(linear)
         npuzero.zero(model, mesh=mesh)
 
-    refused(2, body, "axis tensor")
+    check_all_ranks_refuse(2, body, "axis tensor")
 
 
 def test_repeated_layers_that_are_meant() -> None:
     def rank(world: World) -> None:
-        model = net()
+        model = build_two_blocks()
         parallel.relate(model, tensor="repeated")
         npuzero.zero(model, mesh=npuzero.mesh(tensor=2, world=world))
 
@@ -84,17 +88,17 @@ def test_repeated_layers_that_are_meant() -> None:
 def test_a_whole_model_on_every_stage(tensor: int) -> None:
     def body(world: World) -> None:
         mesh = npuzero.mesh(pipe=2, tensor=tensor, world=world)
-        npuzero.zero(net() if tensor == 1 else divided(mesh), mesh=mesh)
+        npuzero.zero(build_two_blocks() if tensor == 1 else divide_two_blocks(mesh), mesh=mesh)
 
-    refused(2 * tensor, body, "axis pipe: .*0.norm.weight in each of the stages 0, 1.*npuzero.pipeline")
+    check_all_ranks_refuse(2 * tensor, body, "axis pipe: .*0.norm.weight in each of the stages 0, 1.*npuzero.pipeline")
 
 
 def test_a_pipeline_over_a_tensor_axis_that_no_stage_uses() -> None:
     def body(world: World) -> None:
         mesh = npuzero.mesh(pipe=2, tensor=2, world=world)
-        npuzero.pipeline(net(), mesh, 2, micro_batches=2, loss_fn=F.mse_loss)
+        npuzero.pipeline(build_two_blocks(), mesh, 2, micro_batches=2, loss_fn=F.mse_loss)
 
-    refused(4, body, "axis tensor")
+    check_all_ranks_refuse(4, body, "axis tensor")
 
 
 def test_one_stage_may_use_the_tensor_axis_alone() -> None:
@@ -102,7 +106,7 @@ def test_one_stage_may_use_the_tensor_axis_alone() -> None:
 
     def rank(world: World) -> float:
         mesh = npuzero.mesh(pipe=2, tensor=2, world=world)
-        model = build(make=lambda: nn.Sequential(nn.Linear(8, 8), Block()))
+        model = build_seeded_model(make=lambda: nn.Sequential(nn.Linear(8, 8), NormMlpBlock()))
         parallel.tensor(model, mesh, plan={"1.up": "colwise", "1.down": "rowwise"})
         pipe = npuzero.pipeline(model, mesh, 2, micro_batches=2, loss_fn=F.mse_loss)
         return pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8)).item()
@@ -113,7 +117,7 @@ def test_one_stage_may_use_the_tensor_axis_alone() -> None:
 @pytest.mark.parametrize("given", ["nothing", "world"])
 def test_the_mesh_that_layers_were_divided_over_is_taken(given: str) -> None:
     def rank(world: World) -> dict[str, Tensor]:
-        model = divided(npuzero.mesh(tensor=2, world=world))
+        model = divide_two_blocks(npuzero.mesh(tensor=2, world=world))
         npuzero.zero(model, stage=2, **({"world": world} if given == "world" else {}))
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
@@ -121,7 +125,7 @@ def test_the_mesh_that_layers_were_divided_over_is_taken(given: str) -> None:
         optimizer.step()
         return npuzero.full_state_dict(model, rank0_only=False)
 
-    plain = net()
+    plain = build_two_blocks()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     plain(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
     optimizer.step()
@@ -131,22 +135,22 @@ def test_the_mesh_that_layers_were_divided_over_is_taken(given: str) -> None:
 
 def test_another_mesh_than_layers_were_divided_over() -> None:
     def body(world: World) -> None:
-        model = divided(npuzero.mesh(tensor=2, world=world))
+        model = divide_two_blocks(npuzero.mesh(tensor=2, world=world))
         npuzero.zero(model, mesh=npuzero.mesh(world=world))
 
-    refused(2, body, "divided over: Mesh.*tensor=2")
+    check_all_ranks_refuse(2, body, "divided over: Mesh.*tensor=2")
 
 
 def test_layers_of_ones_own_without_a_mesh() -> None:
     def body(world: World) -> None:
-        model = net()
+        model = build_two_blocks()
         parallel.relate(model[0].up, tensor="cut")
         npuzero.zero(model, world=world)
 
-    refused(2, body, r"parameter 0.up.weight is cut along its axis 'tensor'")
+    check_all_ranks_refuse(2, body, r"parameter 0.up.weight is cut along its axis 'tensor'")
 
 
-class Adapter(nn.Module):
+class LinearAdapter(nn.Module):
     """Takes the place of a Linear, as PEFT's layers do."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -163,22 +167,22 @@ def test_adapters_in_divided_layers(order: str) -> None:
     """Their matrices would be whole on each rank, beside a part of the layer."""
 
     def body(world: World) -> None:
-        mesh, model = npuzero.mesh(tensor=2, world=world), net()
+        mesh, model = npuzero.mesh(tensor=2, world=world), build_two_blocks()
         if order == "after":
             parallel.tensor(model, mesh, plan=WORDS)
-        model[0].up = Adapter(model[0].up)
+        model[0].up = LinearAdapter(model[0].up)
         if order == "after":
             npuzero.zero(model, mesh=mesh)
         words = {"*.up": "colwise", "0.up.base_layer": "colwise"} if order == "within" else WORDS
         parallel.tensor(model, mesh, plan={**words, "0.up": "replicate"} if order == "within" else words)
 
-    refused(2, body, "0.up.a.weight" if order == "after" else "0.up: .*Adapter")
+    check_all_ranks_refuse(2, body, "0.up.a.weight" if order == "after" else "0.up: .*Adapter")
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def by_rank(world: World, step: int) -> Tensor:
+def batch_by_rank(world: World, step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
 
 
@@ -186,12 +190,12 @@ def by_rank(world: World, step: int) -> Tensor:
 def test_tensor_ranks_with_different_batches(size: int, stage: int) -> None:
     def body(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), stage=stage, mesh=mesh)
+        model = npuzero.zero(divide_two_blocks(mesh), stage=stage, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
-        model(by_rank(world, 0)).square().mean().backward()
+        model(batch_by_rank(world, 0)).square().mean().backward()
         optimizer.step()
 
-    refused(size, body, r"along tensor: .*on ranks 0, 1.*on rank 1 .*mesh.index\(npuzero.plan.DATA\)")
+    check_all_ranks_refuse(size, body, r"along tensor: .*on ranks 0, 1.*on rank 1 .*mesh.index\(npuzero.plan.DATA\)")
 
 
 def test_batches_the_other_way_round_in_another_group() -> None:
@@ -199,12 +203,12 @@ def test_batches_the_other_way_round_in_another_group() -> None:
 
     def body(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), mesh=mesh)
+        model = npuzero.zero(divide_two_blocks(mesh), mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         model(torch.full((4, 8), float(world.rank in {0, 3}))).square().mean().backward()
         optimizer.step()
 
-    refused(4, body, "along tensor")
+    check_all_ranks_refuse(4, body, "along tensor")
 
 
 @pytest.mark.parametrize("pipe", [2, 4])
@@ -212,22 +216,22 @@ def test_batches_the_other_way_round_in_another_group() -> None:
 def test_stages_with_different_batches(what: str, pipe: int) -> None:
     def body(world: World) -> None:
         mesh = npuzero.mesh(pipe=2, world=world)
-        model = npuzero.pipeline(net(), mesh, 2, micro_batches=2, loss_fn=F.mse_loss)
+        model = npuzero.pipeline(build_two_blocks(), mesh, 2, micro_batches=2, loss_fn=F.mse_loss)
         x = torch.ones(4, 8)
-        own = by_rank(world, 0)
+        own = batch_by_rank(world, 0)
         model.step(own if what == "inputs" else x, target=own if what == "target" else x)
 
-    refused(pipe, body, "along pipe and tensor")
+    check_all_ranks_refuse(pipe, body, "along pipe and tensor")
 
 
 def test_training_goes_on_after_the_error_as_if_it_had_not_been() -> None:
     def rank(world: World, spoil: bool) -> dict[str, Tensor]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), stage=3, mesh=mesh)
+        model = npuzero.zero(divide_two_blocks(mesh), stage=3, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             if step == 1 and spoil:
-                model(by_rank(world, 0)).square().mean().backward()
+                model(batch_by_rank(world, 0)).square().mean().backward()
                 with pytest.raises(ConfigError, match="along tensor"):
                     optimizer.step()
                 optimizer.zero_grad()
@@ -242,18 +246,18 @@ def test_training_goes_on_after_the_error_as_if_it_had_not_been() -> None:
         assert_same_bits(a, b)
 
 
-class Takes(nn.Module):
+class TakesAnything(nn.Module):
     """Takes whatever it is given beside ``x``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = NormMlpBlock()
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.block(x)
 
 
-def given(kind: str, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def differing_batches(kind: str, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Two batches of a kind that differ, or, for ``which`` 0, one of them again."""
     many = MOST_ELEMENTS * 2 + 3
     base = torch.arange(many)
@@ -279,11 +283,13 @@ KINDS = ["keyword", "tokens", "order", "shape", "bfloat16", "bool", "complex", "
 def test_whatever_inputs_are(kind: str) -> None:
     def rank(world: World) -> list[bool]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(parallel.tensor(build(make=Takes), mesh, plan=WORDS), stage=2, mesh=mesh)
+        model = npuzero.zero(
+            parallel.tensor(build_seeded_model(make=TakesAnything), mesh, plan=WORDS), stage=2, mesh=mesh
+        )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         told = []
         for which in (0, world.rank, 0):
-            args, options = given(kind, which)
+            args, options = differing_batches(kind, which)
             model(torch.ones(2, 8), *args, **options).square().mean().backward()
             try:
                 optimizer.step()
@@ -296,7 +302,7 @@ def test_whatever_inputs_are(kind: str) -> None:
     assert comm.run_threads(2, rank) == [[False, True, False]] * 2
 
 
-class Slices(nn.Module):
+class GatherSlices(nn.Module):
     """Is given a rank's own tokens, of which it makes whole ones: their weights see a part on each rank."""
 
     def __init__(self, group: comm.Communicator) -> None:
@@ -305,15 +311,15 @@ class Slices(nn.Module):
         parallel.relate(self.scale, tensor="summed")
 
     def forward(self, x: Tensor) -> Tensor:
-        return parallel.functions.gather(x * self.scale, self.group, 0)
+        return parallel.functions.all_gather_dim(x * self.scale, self.group, 0)
 
 
 def test_a_program_may_divide_the_tokens_itself() -> None:
     def rank(world: World) -> Tensor:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(Slices(mesh.communicator(("tensor",), "own")), stage=2, mesh=mesh)
+        model = npuzero.zero(GatherSlices(mesh.communicator(("tensor",), "own")), stage=2, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
-        model(by_rank(world, 0)).square().mean().backward()
+        model(batch_by_rank(world, 0)).square().mean().backward()
         optimizer.step()
         return npuzero.full_state_dict(model, rank0_only=False)["scale"]
 
@@ -331,7 +337,7 @@ def test_ranks_that_have_drifted_apart_are_told_as_they_save(way: str, stage: in
 
     def rank(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), stage=stage, mesh=mesh)
+        model = npuzero.zero(divide_two_blocks(mesh), stage=stage, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         ways = {
             "save": lambda: checkpoint.save(tmp_path, model, optimizer, step=1),

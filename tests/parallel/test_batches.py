@@ -11,7 +11,9 @@ from npuzero import comm
 SAMPLES = 100
 
 
-def taken(ranks: int, step: int, size: int = 24, micro: int = 4, **options: object) -> list[list[list[int]]]:
+def step_micro_batches(
+    ranks: int, step: int, size: int = 24, micro: int = 4, **options: object
+) -> list[list[list[int]]]:
     """By rank, the micro-batches of a step."""
 
     def each(world: comm.World) -> list[list[int]]:
@@ -24,32 +26,34 @@ def taken(ranks: int, step: int, size: int = 24, micro: int = 4, **options: obje
     return comm.run_threads(ranks, each)
 
 
-def flat(parts: list[list[list[int]]]) -> list[int]:
+def flatten_rows(parts: list[list[list[int]]]) -> list[int]:
     return [row for rank in parts for part in rank for row in part]
 
 
 @pytest.mark.parametrize("step", [0, 3, 4, 1000])
 def test_a_step_is_the_same_on_any_number_of_ranks(step):
-    alone = flat(taken(1, step))
+    alone = flatten_rows(step_micro_batches(1, step))
     assert len(alone) == 24
     for ranks in (2, 3, 4, 6):
-        assert flat(taken(ranks, step)) == alone
+        assert flatten_rows(step_micro_batches(ranks, step)) == alone
 
 
 def test_an_epoch_visits_each_sample_once_and_epochs_differ():
-    rows = [row for step in range(50) for row in flat(taken(1, step))]
+    rows = [row for step in range(50) for row in flatten_rows(step_micro_batches(1, step))]
     epochs = [rows[begin : begin + SAMPLES] for begin in range(0, len(rows), SAMPLES)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 12
     assert len({tuple(epoch) for epoch in epochs}) == 12
-    assert flat(taken(1, 4, seed=1)) != flat(taken(1, 4)), "step 4 lies in two epochs"
-    assert flat(taken(2, 4, seed=None)) == [*range(96, 100), *range(20)]
+    assert flatten_rows(step_micro_batches(1, 4, seed=1)) != flatten_rows(step_micro_batches(1, 4)), (
+        "step 4 lies in two epochs"
+    )
+    assert flatten_rows(step_micro_batches(2, 4, seed=None)) == [*range(96, 100), *range(20)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "micro", "parts"), [(1, 4, 6), (2, 4, 3), (3, 5, 2), (4, 4, 2), (6, 100, 1), (2, 1, 12)]
 )
 def test_micro_batches_are_equal_and_as_large_as_may_be(ranks, micro, parts):
-    assert [len(each) for each in taken(ranks, 0, micro=micro)] == [parts] * ranks
+    assert [len(each) for each in step_micro_batches(ranks, 0, micro=micro)] == [parts] * ranks
 
 
 def test_ranks_that_share_a_batch_get_the_same():
@@ -71,12 +75,14 @@ def test_a_loader_takes_them():
     batch = npuzero.GlobalBatch(SAMPLES, 8, micro=4)
     rows = (rows for step in range(2, 4) for rows in batch.micro_batches(step))
     loader = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_sampler=rows)
-    assert torch.cat(list(loader)).tolist() == flat(taken(1, 2, 8)) + flat(taken(1, 3, 8))
+    assert torch.cat(list(loader)).tolist() == flatten_rows(step_micro_batches(1, 2, 8)) + flatten_rows(
+        step_micro_batches(1, 3, 8)
+    )
 
 
 def test_ranks_that_do_not_divide_it_are_told_which_do():
     with pytest.raises(npuzero.ConfigError, match=r"multiple of the 5 ranks .* got 24.*1, 2, 3, 4, 6, 8, 12, 24"):
-        taken(5, 0)
+        step_micro_batches(5, 0)
 
 
 @pytest.mark.parametrize(

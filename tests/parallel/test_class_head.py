@@ -20,8 +20,8 @@ from npuzero import ConfigError, ContractError, comm
 from npuzero.comm import Mesh, World
 from npuzero.parallel import ArcFace, ClassHead, CosFace
 from npuzero.plan import DATA
-from world.toy import EPS, build
-from world.train import assert_close, assert_same_bits
+from world.toy import EPS, build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 CLASSES, FEATURES, BATCH, STEPS = 22, 6, 5, 3
 
@@ -32,23 +32,23 @@ MARGINS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
-class Chosen(ClassHead):
+class ChosenClassHead(ClassHead):
     """Whose negatives can be told: of each rank and step the same."""
 
     step = 0
 
     def sample(self, own: Tensor) -> Tensor:
-        return chosen(self.step, self.first, self.local, own, self.sample_rate)
+        return choose_negatives(self.step, self.first, self.local, own, self.sample_rate)
 
 
-def chosen(step: int, first: int, local: int, own: Tensor, rate: float) -> Tensor:
+def choose_negatives(step: int, first: int, local: int, own: Tensor, rate: float) -> Tensor:
     score = torch.rand(local, generator=torch.Generator().manual_seed(100 * step + first))
     positives = own[own >= 0].unique()
     score[positives] = 2.0
     return score.topk(max(math.ceil(rate * local), len(positives))).indices.sort().values
 
 
-class Net(nn.Module):
+class ClassHeadNet(nn.Module):
     def __init__(self, head: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, FEATURES))
@@ -58,18 +58,18 @@ class Net(nn.Module):
         return self.head(self.body(x), y)
 
 
-def batch(step: int, rank: int, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
+def class_batch(step: int, rank: int, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(BATCH, 8, generator=generator), torch.randint(classes, (BATCH,), generator=generator)
 
 
-def ranges(ranks: int) -> list[tuple[int, int]]:
+def class_ranges(ranks: int) -> list[tuple[int, int]]:
     """First classes and how many: one more on the first ranks."""
     sizes = [CLASSES // ranks + (rank < CLASSES % ranks) for rank in range(ranks)]
     return [(sum(sizes[:rank]), sizes[rank]) for rank in range(ranks)]
 
 
-def optimizer_of(kind: str, parameters: Any, sharded: bool = True) -> torch.optim.Optimizer:
+def build_class_optimizer(kind: str, parameters: Any, sharded: bool = True) -> torch.optim.Optimizer:
     if kind == "adamw":
         return (npuzero.AdamW if sharded else torch.optim.AdamW)(parameters, lr=1e-2, eps=EPS)
     sgd = partial(npuzero.ZeroOptimizer, torch.optim.SGD) if sharded else torch.optim.SGD
@@ -78,18 +78,20 @@ def optimizer_of(kind: str, parameters: Any, sharded: bool = True) -> torch.opti
 
 def on_one_process(ranks: int, rate: float, margin: str | None, kind: str) -> dict[str, Tensor]:
     """Plain torch: all classes, or the rows that the ranks' samples are together."""
-    model = build(make=lambda: Net(lambda: ClassHead(FEATURES, CLASSES, npuzero.mesh(world=comm.SingleWorld()))))
+    model = build_seeded_model(
+        make=lambda: ClassHeadNet(lambda: ClassHead(FEATURES, CLASSES, npuzero.mesh(world=comm.SingleWorld())))
+    )
     weight, body = model.head.weight, model.body
-    optimizer = optimizer_of(kind, model.parameters(), sharded=False)
+    optimizer = build_class_optimizer(kind, model.parameters(), sharded=False)
     losses, norms = [], []
     for step in range(STEPS):
-        xs, ys = (torch.cat(parts) for parts in zip(*(batch(step, rank) for rank in range(ranks)), strict=True))
+        xs, ys = (torch.cat(parts) for parts in zip(*(class_batch(step, rank) for rank in range(ranks)), strict=True))
         rows = torch.arange(CLASSES)
         if rate < 1:
             parts = []
-            for first, local in ranges(ranks):
+            for first, local in class_ranges(ranks):
                 own = torch.where((ys >= first) & (ys < first + local), ys - first, -1)
-                parts.append(first + chosen(step, first, local, own, rate))
+                parts.append(first + choose_negatives(step, first, local, own, rate))
             rows = torch.cat(parts)
         x, w, y = body(xs), weight[rows], torch.searchsorted(rows, ys)
         if margin is None:
@@ -107,18 +109,20 @@ def on_one_process(ranks: int, rate: float, margin: str | None, kind: str) -> di
     return {**state, "losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
-def on_rank(world: World, plan: str, rate: float, margin: str | None, kind: str, tensor: int) -> dict[str, Tensor]:
+def train_class_head_rank(
+    world: World, plan: str, rate: float, margin: str | None, kind: str, tensor: int
+) -> dict[str, Tensor]:
     mesh = npuzero.mesh(tensor=tensor, local_size=2 if world.size // tensor == 4 else None, world=world)
     given = {"sample_rate": rate, "margin": MARGINS[margin][0] if margin else None}
-    model = build(make=lambda: Net(lambda: Chosen(FEATURES, CLASSES, mesh, **given)))
-    assert (model.head.first, model.head.local) == ranges(mesh.size(DATA))[mesh.index(DATA)]
+    model = build_seeded_model(make=lambda: ClassHeadNet(lambda: ChosenClassHead(FEATURES, CLASSES, mesh, **given)))
+    assert (model.head.first, model.head.local) == class_ranges(mesh.size(DATA))[mesh.index(DATA)]
     npuzero.parallel.relate(model, tensor="repeated")
     npuzero.zero(model, plan=plan, mesh=mesh)
-    optimizer = optimizer_of(kind, model.parameters())
+    optimizer = build_class_optimizer(kind, model.parameters())
     losses, norms = [], []
     for step in range(STEPS):
         model.head.step = step
-        loss = model(*batch(step, mesh.index(DATA)))
+        loss = model(*class_batch(step, mesh.index(DATA)))
         loss.backward()
         losses.append(loss.detach())
         norms.append(npuzero.clip_grad_norm_(model, 0.5).detach().clone())
@@ -135,11 +139,15 @@ def on_rank(world: World, plan: str, rate: float, margin: str | None, kind: str,
     return {**state, "losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
-def check(ranks: int, plan: str, rate: float, margin: str | None, kind: str = "sgd", tensor: int = 1) -> None:
-    found = comm.run_threads(ranks * tensor, lambda world: on_rank(world, plan, rate, margin, kind, tensor))
+def check_class_head(
+    ranks: int, plan: str, rate: float, margin: str | None, kind: str = "sgd", tensor: int = 1
+) -> None:
+    found = comm.run_threads(
+        ranks * tensor, lambda world: train_class_head_rank(world, plan, rate, margin, kind, tensor)
+    )
     for state in found:
         assert_same_bits(state, found[0])
-    assert_close(found[0], on_one_process(ranks, rate, margin, kind), 1e-6 if kind == "sgd" else 1e-4)
+    assert_states_close(found[0], on_one_process(ranks, rate, margin, kind), 1e-6 if kind == "sgd" else 1e-4)
 
 
 @pytest.mark.parametrize("rate", (1.0, 0.3))
@@ -156,12 +164,12 @@ def check(ranks: int, plan: str, rate: float, margin: str | None, kind: str = "s
 )
 def test_it_trains_as_one_process(ranks: int, plan: str, rate: float, margin: str | None, kind: str) -> None:
     """Whether classes divide or not; sampled, on the same rows; a rank's positives may exceed its quota."""
-    check(ranks, plan, rate, margin, kind)
+    check_class_head(ranks, plan, rate, margin, kind)
 
 
 @pytest.mark.parametrize("rate", (1.0, 0.3))
 def test_tensor_ranks_repeat_it(rate: float) -> None:
-    check(2, "zero2", rate, "cos", tensor=2)
+    check_class_head(2, "zero2", rate, "cos", tensor=2)
 
 
 def test_tensor_ranks_sample_alike() -> None:
@@ -176,12 +184,12 @@ def test_tensor_ranks_sample_alike() -> None:
     assert all(first.equal(rows) for rows in others)
 
 
-def alone() -> Mesh:
+def one_rank_mesh() -> Mesh:
     return npuzero.mesh(world=comm.SingleWorld("cpu"))
 
 
 def test_positives_come_first_and_negatives_up_to_the_quota() -> None:
-    head = ClassHead(FEATURES, 50, alone(), sample_rate=0.1)
+    head = ClassHead(FEATURES, 50, one_rank_mesh(), sample_rate=0.1)
     for own, size in (
         ([7, 7, 9, -1], 5),
         ([-1, -1], 5),
@@ -229,12 +237,12 @@ def test_checkpoints_load_on_another_number_of_ranks(saved: int, loaded: int, tm
 
     def made(world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = npuzero.mesh(world=world)
-        model = build(make=lambda: Net(lambda: ClassHead(FEATURES, CLASSES, mesh)))
+        model = build_seeded_model(make=lambda: ClassHeadNet(lambda: ClassHead(FEATURES, CLASSES, mesh)))
         npuzero.zero(model, "zero2", mesh=mesh)
-        return model, optimizer_of("adamw", model.parameters())
+        return model, build_class_optimizer("adamw", model.parameters())
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, world: World) -> None:
-        x, y = (torch.cat(parts) for parts in zip(*(batch(number, rank) for rank in range(6)), strict=True))
+        x, y = (torch.cat(parts) for parts in zip(*(class_batch(number, rank) for rank in range(6)), strict=True))
         model(x.chunk(world.size)[world.rank], y.chunk(world.size)[world.rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -254,13 +262,13 @@ def test_checkpoints_load_on_another_number_of_ranks(saved: int, loaded: int, tm
 
     expected, found = (comm.run_threads(ranks, fn)[0] for ranks, fn in ((saved, save), (loaded, load)))
     assert expected["head.weight"].shape == (CLASSES, FEATURES)
-    assert_close(found, expected, 1e-5)
+    assert_states_close(found, expected, 1e-5)
 
 
 def test_exported_weights_are_read_by_another_number_of_ranks(tmp_path: Path) -> None:
     def made(world: World, seed: int, **given: Any) -> dict[str, Tensor]:
         mesh = npuzero.mesh(world=world)
-        model = build(seed, make=lambda: Net(lambda: ClassHead(FEATURES, CLASSES, mesh)))
+        model = build_seeded_model(seed, make=lambda: ClassHeadNet(lambda: ClassHead(FEATURES, CLASSES, mesh)))
         npuzero.zero(model, "zero3", mesh=mesh, **given)
         if not given:
             npuzero.export(model, tmp_path / "weights")
@@ -276,7 +284,7 @@ def test_sampling_lowers_the_logits_memory_to_its_rate(margin: Any) -> None:
     """What autograd keeps of a step, without centres and features."""
 
     def kept(rate: float) -> int:
-        head, sizes = ClassHead(4, 10_000, alone(), sample_rate=rate, margin=margin), {}
+        head, sizes = ClassHead(4, 10_000, one_rank_mesh(), sample_rate=rate, margin=margin), {}
 
         def keep(x: Tensor) -> Tensor:
             sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -292,14 +300,15 @@ def test_sampling_lowers_the_logits_memory_to_its_rate(margin: Any) -> None:
 
 def test_all_classes_take_part_in_evaluation() -> None:
     whole, sampled = (
-        build(make=lambda r=rate: ClassHead(4, 100, alone(), sample_rate=r)).eval() for rate in (1.0, 0.1)
+        build_seeded_model(make=lambda r=rate: ClassHead(4, 100, one_rank_mesh(), sample_rate=r)).eval()
+        for rate in (1.0, 0.1)
     )
     x, y = torch.randn(8, 4), torch.arange(8)
     assert sampled(x, y).equal(whole(x, y))
 
 
 def test_half_precision_has_a_float32_loss() -> None:
-    head = ClassHead(8, 100, alone(), margin=ArcFace(), dtype=torch.bfloat16)
+    head = ClassHead(8, 100, one_rank_mesh(), margin=ArcFace(), dtype=torch.bfloat16)
     x = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
     loss = head(x, torch.arange(8))
     loss.backward()

@@ -13,16 +13,27 @@ import pytest
 import npuzero
 from npuzero import parallel
 from npuzero.cli import main
-from npuzero.comm import Communicator, Counted, Mesh, World, run_threads
+from npuzero.comm import Communicator, CountingCommunicator, Mesh, World, run_threads
 from npuzero.config import Settings
 from npuzero.plan import DATA, PRESETS, THINNED, Sent, ring_bytes
 from npuzero.planner.models import from_size
-from parallel.tensor_models import BATCH, HIDDEN, LAYERS, SEQUENCE, VOCABULARY, batch_of, llama, loss_of, qwen3, tied
+from parallel.tensor_models import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    SEQUENCE,
+    VOCABULARY,
+    build_tensor_llama,
+    build_tensor_qwen3,
+    build_tied_llama,
+    tensor_batch,
+    tensor_model_loss,
+)
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
+from world.toy import build_seeded_model
 
 TOKENS = BATCH * SEQUENCE
-MODELS: dict[str, Any] = {"llama": llama, "tied": tied, "qwen3": qwen3}
+MODELS: dict[str, Any] = {"llama": build_tensor_llama, "tied": build_tied_llama, "qwen3": build_tensor_qwen3}
 #: The sizes that all models here have, as their files say them.
 KEYS = (
     "model_type",
@@ -71,7 +82,7 @@ def test_plan_says_what_predict_says_of_the_divided_model(name: str, mode: str, 
     facts = told(name, "--world", 8, "--local", 4, "--tensor", 2, "--mode", mode, "--clip", "--micro-batches", 2)
 
     def rank(world: World) -> dict[str, Any]:
-        model = parallel.tensor(build(make=MODELS[name]), npuzero.mesh(tensor=2, world=world), mode)
+        model = parallel.tensor(build_seeded_model(make=MODELS[name]), npuzero.mesh(tensor=2, world=world), mode)
         shape = npuzero.MeshShape(node=2, local=2, tensor=2)
         return {
             preset: npuzero.predict(model, preset, shape, precision="bf16", clip=True, micro_batches=2)
@@ -102,7 +113,7 @@ def test_axes_by_which_gradients_go(told: Any) -> None:
 def test_pods_are_ranks_that_nothing_is_sharded_over(told: Any) -> None:
     facts = told("llama", "--world", 8, "--pod", 2)
     zero3 = facts["presets"]["zero3"]
-    report = npuzero.predict(llama(), "zero3", npuzero.MeshShape(node=1, local=4, pod=2), precision="bf16")
+    report = npuzero.predict(build_tensor_llama(), "zero3", npuzero.MeshShape(node=1, local=4, pod=2), precision="bf16")
     assert (zero3["bytes_held"], zero3["bytes_sent"]) == (report.bytes_held, report.bytes_sent)
     assert set(zero3["bytes_sent_along"]) == {"local", "pod"} and facts["mesh"]["local"] == 4
 
@@ -120,12 +131,12 @@ def test_ranks_send_and_hold_what_plan_says(name: str, mode: str, preset: str, t
 
     def rank(world: World) -> tuple[dict[str, int], ...]:
         mesh = npuzero.mesh(tensor=2, local_size=2, world=world)
-        model = parallel.tensor(build(make=MODELS[name]), mesh, mode)
+        model = parallel.tensor(build_seeded_model(make=MODELS[name]), mesh, mode)
         model = npuzero.zero(model, plan=preset, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters())
         for step in range(2):
             before = parallel.tensor_bytes(model)
-            loss_of(model, step, mesh.index(DATA)).backward()
+            tensor_model_loss(model, step, mesh.index(DATA)).backward()
             optimizer.step()
             optimizer.zero_grad()
         sent = Counter(parallel.tensor_bytes(model)) - Counter(before)
@@ -154,7 +165,7 @@ class CountedMesh(Mesh):
 
     def communicator(self, axes: tuple[str, ...], purpose: str) -> Communicator:
         made = super().communicator(axes, purpose)
-        return Counted(made, self.sent, self.shape.sizes(axes)) if purpose == "sequence" else made
+        return CountingCommunicator(made, self.sent, self.shape.sizes(axes)) if purpose == "sequence" else made
 
 
 def test_ranks_that_share_sequences_send_and_hold_what_plan_says(told: Any) -> None:
@@ -164,12 +175,12 @@ def test_ranks_that_share_sequences_send_and_hold_what_plan_says(told: Any) -> N
 
     def rank(world: World) -> tuple[dict[str, int], ...]:
         mesh = CountedMesh(world, sequence=2, local_size=2)
-        model = parallel.sequence(build(make=llama), mesh)
+        model = parallel.sequence(build_seeded_model(make=build_tensor_llama), mesh)
         model = npuzero.zero(model, plan="isp", mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters())
         for step in range(2):
             mesh.sent.clear()
-            model(**parallel.slice(batch_of(step, mesh.index(DATA) // 2), mesh)).loss.backward()
+            model(**parallel.slice(tensor_batch(step, mesh.index(DATA) // 2), mesh)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         report = npuzero.report(model)

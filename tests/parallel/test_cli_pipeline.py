@@ -13,9 +13,9 @@ from npuzero.cli import main
 from npuzero.comm import World, run_threads
 from npuzero.parallel.schedule import schedule
 from npuzero.plan import DATA, PIPE
-from parallel.tensor_models import BATCH, HIDDEN, SEQUENCE, batch_of
+from parallel.tensor_models import BATCH, HIDDEN, SEQUENCE, tensor_batch
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
+from world.toy import build_seeded_model
 
 from .test_cli_axes import MODELS, told  # noqa: F401 - a fixture
 
@@ -34,10 +34,10 @@ def test_ranks_hold_and_send_what_plan_says(name: str, kind: str, chunks: int, p
     def rank(world: World) -> tuple[int, npuzero.Report]:
         mesh = npuzero.mesh(pipe=2, local_size=2, world=world)
         sizes = {"schedule": kind, "chunks": chunks, "micro_batches": MICRO_BATCHES}
-        pipe = npuzero.pipeline(build(make=MODELS[name]), mesh, plan=preset, **sizes)
+        pipe = npuzero.pipeline(build_seeded_model(make=MODELS[name]), mesh, plan=preset, **sizes)
         optimizer = npuzero.AdamW(pipe.parameters())
         for step in range(2):
-            pipe.step(**batch_of(step, mesh.index(DATA)))
+            pipe.step(**tensor_batch(step, mesh.index(DATA)))
             optimizer.step()
             optimizer.zero_grad()
         return mesh.index((PIPE,)), npuzero.report(pipe)
@@ -60,10 +60,10 @@ def test_tensor_ranks_each_send_a_part(mode: str, told: Any) -> None:  # noqa: F
 
     def rank(world: World) -> tuple[int, npuzero.Report]:
         mesh = npuzero.mesh(pipe=2, tensor=2, world=world)
-        model = npuzero.parallel.tensor(build(make=MODELS["llama"]), mesh, mode)
+        model = npuzero.parallel.tensor(build_seeded_model(make=MODELS["llama"]), mesh, mode)
         pipe = npuzero.pipeline(model, mesh, plan="zero2", micro_batches=MICRO_BATCHES)
         optimizer = npuzero.AdamW(pipe.parameters())
-        pipe.step(**batch_of(0, 0))
+        pipe.step(**tensor_batch(0, 0))
         optimizer.step()
         return mesh.index((PIPE,)), npuzero.report(pipe)
 

@@ -18,21 +18,21 @@ Function = Callable[[Tensor, Communicator], Tensor]
 
 #: What each computes with the tensors of all ranks, in one process, and whether all ranks hold equal inputs, results.
 CASES: dict[str, tuple[Function, Callable[[list[Tensor]], list[Tensor]], bool, bool]] = {
-    "copy": (functions.copy, lambda xs: xs, True, False),
-    "total": (functions.total, lambda xs: [sum_of(xs)] * len(xs), False, True),
+    "copy": (functions.copy_to_ranks, lambda xs: xs, True, False),
+    "total": (functions.all_reduce_sum, lambda xs: [sum_tensors(xs)] * len(xs), False, True),
     **{
         f"{name}{dim}": (lambda x, c, n=name, d=dim: getattr(functions, n)(x, c, d), oracle, alike_in, alike_out)
         for dim in (0, 1, -2)
         for name, oracle, alike_in, alike_out in (
             ("gather", lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, False),
-            ("scatter", lambda xs, d=dim: list(sum_of(xs).chunk(len(xs), d)), False, False),
+            ("scatter", lambda xs, d=dim: list(sum_tensors(xs).chunk(len(xs), d)), False, False),
             ("collect", lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, True),
             ("split", lambda xs, d=dim: list(xs[0].chunk(len(xs), d)), True, False),
         )
     },
     **{
         f"swap{s}{g}": (
-            lambda x, c, s=s, g=g: functions.swap(x, c, s, g),
+            lambda x, c, s=s, g=g: functions.all_to_all_dims(x, c, s, g),
             lambda xs, s=s, g=g: [torch.cat([x.chunk(len(xs), s)[r] for x in xs], g) for r in range(len(xs))],
             False,
             False,
@@ -42,20 +42,20 @@ CASES: dict[str, tuple[Function, Callable[[list[Tensor]], list[Tensor]], bool, b
 }
 
 
-def sum_of(xs: list[Tensor]) -> Tensor:
+def sum_tensors(xs: list[Tensor]) -> Tensor:
     total = xs[0]
     for x in xs[1:]:
         total = total + x
     return total
 
 
-def drawn(seed: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def draw_small_integers(seed: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Small integers: sums of them, and of products, are exact in every dtype and order."""
     return torch.randint(-3, 4, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def inputs(ranks: int, alike: bool, dtype: torch.dtype) -> list[Tensor]:
-    return [drawn(0 if alike else 1 + rank, SHAPE, dtype) for rank in range(ranks)]
+def draw_rank_inputs(ranks: int, alike: bool, dtype: torch.dtype) -> list[Tensor]:
+    return [draw_small_integers(0 if alike else 1 + rank, SHAPE, dtype) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -66,7 +66,7 @@ def test_values_and_gradients(name: str, ranks: int) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
 
     def expected(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        xs = [x.requires_grad_() for x in inputs(ranks, alike_in, dtype)]
+        xs = [x.requires_grad_() for x in draw_rank_inputs(ranks, alike_in, dtype)]
         if alike_in:
             xs = [xs[0]] * ranks
         ys = oracle(xs)
@@ -76,13 +76,13 @@ def test_values_and_gradients(name: str, ranks: int) -> None:
         return [y.detach() for y in ys], [x.grad for x in xs]
 
     def weight(rank: int, y: Tensor) -> Tensor:
-        return drawn(100 + rank, y.shape, y.dtype)
+        return draw_small_integers(100 + rank, y.shape, y.dtype)
 
     def body(world: World) -> list[tuple[Tensor, Tensor]]:
         group = world.communicator(range(world.size), "case")
         results = []
         for dtype in dtypes:
-            x = inputs(ranks, alike_in, dtype)[world.rank].requires_grad_()
+            x = draw_rank_inputs(ranks, alike_in, dtype)[world.rank].requires_grad_()
             y = function(x, group)
             assert y.is_contiguous()
             (y.square() * weight(0 if alike_out else world.rank, y)).sum().backward()
@@ -106,11 +106,11 @@ def test_second_derivatives(name: str) -> None:
         sum(grad.square().sum() for grad in torch.autograd.grad(loss, xs, create_graph=True)).backward()
 
     def body(world: World) -> Tensor:
-        x = inputs(2, alike_in, torch.float64)[world.rank].requires_grad_()
+        x = draw_rank_inputs(2, alike_in, torch.float64)[world.rank].requires_grad_()
         penalty([x], [function(x, world.communicator(range(2), "case"))])
         return x.grad
 
-    xs = [x.requires_grad_() for x in inputs(2, alike_in, torch.float64)][: 1 if alike_in else 2]
+    xs = [x.requires_grad_() for x in draw_rank_inputs(2, alike_in, torch.float64)][: 1 if alike_in else 2]
     ys = oracle([xs[0], xs[-1]])
     penalty(xs, ys[:1] if alike_out else ys)
     for grad, x in zip(run_threads(2, body), [xs[0], xs[-1]], strict=True):
@@ -124,12 +124,12 @@ def test_sums_are_in_the_order_of_ranks() -> None:
     def body(world: World) -> tuple[Tensor, Tensor]:
         group = world.communicator(range(3), "case")
         x = torch.ones(8, 4, requires_grad=True)
-        functions.copy(x, group).backward(drawn[world.rank])
-        return functions.total(drawn[world.rank], group), x.grad
+        functions.copy_to_ranks(x, group).backward(drawn[world.rank])
+        return functions.all_reduce_sum(drawn[world.rank], group), x.grad
 
     for total, grad in run_threads(3, body):
-        assert total.equal(sum_of(drawn))
-        assert grad.equal(sum_of(drawn))
+        assert total.equal(sum_tensors(drawn))
+        assert grad.equal(sum_tensors(drawn))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,7 +138,7 @@ def test_inputs_need_not_be_contiguous_and_results_may_be_written(name: str) -> 
 
     def body(world: World) -> None:
         group = world.communicator(range(2), "case")
-        x = drawn(world.rank, (4, 6, 8), torch.float32).transpose(0, 1)[..., ::2]
+        x = draw_small_integers(world.rank, (4, 6, 8), torch.float32).transpose(0, 1)[..., ::2]
         y, expected = (function(each.detach().requires_grad_(), group) for each in (x, x.contiguous()))
         assert y.equal(expected)
         if name != "copy":
@@ -159,12 +159,12 @@ def test_one_rank_sends_nothing() -> None:
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
-    "split": (lambda x, c: functions.split(x, c, 0), "Use 1, 2, 4 or 8 ranks, or pad to 9"),
-    "scatter": (lambda x, c: functions.scatter(x, c, -1), "Use 1 or 5 ranks, or pad to 6"),
-    "swap": (lambda x, c: functions.swap(x, c, 0, 1), "Use 1, 2, 4 or 8 ranks"),
-    "no dimension": (lambda x, c: functions.gather(x, c, 2), "-2 to 1"),
-    "no dimension -3": (lambda x, c: functions.collect(x, c, -3), "-2 to 1"),
-    "one dimension": (lambda x, c: functions.swap(x, c, 1, -1), "that differ"),
+    "split": (lambda x, c: functions.split_replicated(x, c, 0), "Use 1, 2, 4 or 8 ranks, or pad to 9"),
+    "scatter": (lambda x, c: functions.reduce_scatter_dim(x, c, -1), "Use 1 or 5 ranks, or pad to 6"),
+    "swap": (lambda x, c: functions.all_to_all_dims(x, c, 0, 1), "Use 1, 2, 4 or 8 ranks"),
+    "no dimension": (lambda x, c: functions.all_gather_dim(x, c, 2), "-2 to 1"),
+    "no dimension -3": (lambda x, c: functions.gather_replicated(x, c, -3), "-2 to 1"),
+    "one dimension": (lambda x, c: functions.all_to_all_dims(x, c, 1, -1), "that differ"),
 }
 
 

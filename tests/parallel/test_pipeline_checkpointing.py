@@ -16,13 +16,13 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.plan import DATA
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 STEPS = 2
 
 
-class Block(nn.Module):
+class RecomputedBlock(nn.Module):
     """Runs its middle, or itself (``whole``), again in backward; reads parameters of its own, too."""
 
     def __init__(self, reentrant: bool, whole: bool) -> None:
@@ -49,34 +49,36 @@ class Block(nn.Module):
             self.within = False
 
 
-def net(reentrant: bool, whole: bool) -> nn.Module:
-    return build(make=lambda: nn.Sequential(nn.Linear(8, 8), *(Block(reentrant, whole) for _ in range(4))))
+def build_recomputed_net(reentrant: bool, whole: bool) -> nn.Module:
+    return build_seeded_model(
+        make=lambda: nn.Sequential(nn.Linear(8, 8), *(RecomputedBlock(reentrant, whole) for _ in range(4)))
+    )
 
 
-def batch(step: int, index: int) -> Tensor:
+def recomputed_batch(step: int, index: int) -> Tensor:
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + index))
 
 
-def on_rank(world: World, plan: str, schedule: str, reentrant: bool, whole: bool) -> dict[str, Tensor]:
+def train_recomputed_rank(world: World, plan: str, schedule: str, reentrant: bool, whole: bool) -> dict[str, Tensor]:
     mesh = npuzero.mesh(pipe=2, local_size=1, world=world)
     given: dict[str, Any] = {"micro_batches": 4, "loss_fn": F.mse_loss, "split": [2, 3]}
-    pipe = npuzero.pipeline(net(reentrant, whole), mesh, plan=plan, schedule=schedule, **given)
+    pipe = npuzero.pipeline(build_recomputed_net(reentrant, whole), mesh, plan=plan, schedule=schedule, **given)
     optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-2, eps=1e-3)
     losses = []
     for step in range(STEPS):
-        x = batch(step, mesh.index(DATA))
+        x = recomputed_batch(step, mesh.index(DATA))
         losses.append(pipe.step(x, target=-x))
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": torch.stack(losses), **npuzero.full_state_dict(pipe, rank0_only=False)}
 
 
-def plain(data: int) -> dict[str, Tensor]:
-    model = net(False, False)
+def train_recomputed_plain(data: int) -> dict[str, Tensor]:
+    model = build_recomputed_net(False, False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses = []
     for step in range(STEPS):
-        x = torch.cat([batch(step, index) for index in range(data)])
+        x = torch.cat([recomputed_batch(step, index) for index in range(data)])
         loss = F.mse_loss(model(x), -x)
         loss.backward()
         losses.append(loss.detach())
@@ -90,10 +92,12 @@ def plain(data: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp", "offload3"])
 def test_zero_bubble_trains_as_1f1b(plan: str, reentrant: bool, whole: bool) -> None:
     runs = [
-        comm.run_threads(4, partial(on_rank, plan=plan, schedule=schedule, reentrant=reentrant, whole=whole))
+        comm.run_threads(
+            4, partial(train_recomputed_rank, plan=plan, schedule=schedule, reentrant=reentrant, whole=whole)
+        )
         for schedule in ("1f1b", "zero-bubble")
     ]
     for a, b in zip(*runs, strict=True):
-        assert_close(b, a, 1e-6)
+        assert_states_close(b, a, 1e-6)
         assert_same_bits(b, runs[1][0])
-    assert_close(runs[1][0], plain(2), 1e-5)
+    assert_states_close(runs[1][0], train_recomputed_plain(2), 1e-5)

@@ -14,15 +14,15 @@ import npuzero
 from npuzero import CollectiveError, ConfigError, NpuZeroError, StateError, comm
 from npuzero.comm import World
 from npuzero.plan import DATA
-from world.toy import build
+from world.toy import build_seeded_model
 
-from .pipeline_training import Deep, Run, apart, loss_of, plainly
+from .pipeline_training import DeepModel, PipelineRun, pipeline_loss, relative_distance, train_pipeline_plain
 
-RUN = Run()
+RUN = PipelineRun()
 SOON_S = 5.0
 
 
-class Faulty(nn.Module):
+class FaultyModule(nn.Module):
     """Passes its input on; what is done to it, and to gradients, can be set."""
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class RaisesInBackward(torch.autograd.Function):
         raise ZeroDivisionError("in backward")
 
 
-class Model(Deep):
+class FaultyModel(DeepModel):
     """Faulty modules stand behind the second and the last but one block."""
 
     def __init__(self) -> None:
         super().__init__(layers=6)
-        self.faults = nn.ModuleList(Faulty() for _ in range(2))
+        self.faults = nn.ModuleList(FaultyModule() for _ in range(2))
 
     @property
     def order(self) -> list[nn.Module]:
@@ -65,18 +65,18 @@ class Model(Deep):
         return x
 
 
-HEALTHY = Run(make=Model)
+HEALTHY = PipelineRun(make=FaultyModel)
 #: How the eleven blocks are cut in two: each stage has a faulty module, the first one at its end.
 SPLIT = [4, 7]
 
 
-def on_ranks(
+def run_faulty_pipeline(
     body: Callable[[World, Any], Any], *, data: int = 1, timeout_s: float = 20.0, stage: int = 2, **options: Any
 ) -> list[Any]:
     def rank(world: World) -> Any:
-        model = build(make=Model)
+        model = build_seeded_model(make=FaultyModel)
         mesh = npuzero.mesh(world=world, pipe=2, local_size=1)
-        given = {"loss_fn": loss_of, "blocks": model.order, "micro_batches": 4, "split": SPLIT} | options
+        given = {"loss_fn": pipeline_loss, "blocks": model.order, "micro_batches": 4, "split": SPLIT} | options
         pipe = npuzero.pipeline(model, mesh, stage, **given)
         pipe.world_index = mesh.index(DATA)
         return body(world, pipe)
@@ -84,7 +84,7 @@ def on_ranks(
     return comm.run_threads(2 * data, rank, timeout_s=timeout_s)
 
 
-def at(stage: int, fault: Callable[[int, Tensor], Any]) -> Callable[[World, Any], None]:
+def set_stage_fault(stage: int, fault: Callable[[int, Tensor], Any]) -> Callable[[World, Any], None]:
     """Set the fault of a stage where it is."""
 
     def arrange(world: World, pipe: Any) -> None:
@@ -94,7 +94,7 @@ def at(stage: int, fault: Callable[[int, Tensor], Any]) -> Callable[[World, Any]
     return arrange
 
 
-def raises(number: int) -> Callable[[int, Tensor], Any]:
+def raise_at_call(number: int) -> Callable[[int, Tensor], Any]:
     def fault(call: int, x: Tensor) -> Tensor:
         if call == number:
             raise KeyError("on purpose")
@@ -108,8 +108,8 @@ def backward_raises(number: int) -> Callable[[int, Tensor], Any]:
 
 
 FAULTS: dict[str, tuple[Callable[[int, Tensor], Any], str]] = {
-    "forward, first": (raises(0), "forward of micro-batch #0: KeyError: 'on purpose'"),
-    "forward": (raises(2), "forward of micro-batch #2: KeyError: 'on purpose'"),
+    "forward, first": (raise_at_call(0), "forward of micro-batch #0: KeyError: 'on purpose'"),
+    "forward": (raise_at_call(2), "forward of micro-batch #2: KeyError: 'on purpose'"),
     "backward": (backward_raises(1), "backward of micro-batch #1: ZeroDivisionError: in backward"),
 }
 
@@ -122,7 +122,7 @@ def test_a_stage_that_raises_is_named_on_every_rank_and_training_goes_on(fault: 
 
     def train(world: World, pipe: Any) -> Any:
         optimizer = RUN.optimizer(pipe.parameters(), plain=False)
-        arrange, mend = at(stage, what), at(stage, lambda _, x: x)
+        arrange, mend = set_stage_fault(stage, what), set_stage_fault(stage, lambda _, x: x)
         for step in range(RUN.steps):
             tokens, target = RUN.batch(step, 0)
             if step == 1:
@@ -141,12 +141,14 @@ def test_a_stage_that_raises_is_named_on_every_rank_and_training_goes_on(fault: 
             optimizer.zero_grad()
         return npuzero.full_state_dict(pipe, rank0_only=False)
 
-    expected, *_ = plainly(HEALTHY)
-    for state in on_ranks(train, schedule=schedule):
-        assert apart({name: value for name, value in state.items() if value.dim()}, expected) <= 1e-6
+    expected, *_ = train_pipeline_plain(HEALTHY)
+    for state in run_faulty_pipeline(train, schedule=schedule):
+        assert relative_distance({name: value for name, value in state.items() if value.dim()}, expected) <= 1e-6
 
 
-def refused(body: Callable[[World, Any], Any], kind: type[NpuZeroError], *says: str, **options: Any) -> None:
+def check_pipeline_refuses(
+    body: Callable[[World, Any], Any], kind: type[NpuZeroError], *says: str, **options: Any
+) -> None:
     """Every rank raises an error of this kind that says this."""
 
     def rank(world: World, pipe: Any) -> NpuZeroError:
@@ -155,12 +157,12 @@ def refused(body: Callable[[World, Any], Any], kind: type[NpuZeroError], *says: 
         time.sleep(0.3)  # so that nobody learns it from this rank's end
         return met.value
 
-    for error in on_ranks(rank, **options):
+    for error in run_faulty_pipeline(rank, **options):
         for words in says:
             assert words in str(error), (words, str(error))
 
 
-def steps(arrange: Callable[[World, Any], None] = lambda *_: None) -> Callable[[World, Any], Any]:
+def faulty_pipeline_step(arrange: Callable[[World, Any], None] = lambda *_: None) -> Callable[[World, Any], Any]:
     def body(world: World, pipe: Any) -> Any:
         arrange(world, pipe)
         tokens, target = RUN.batch(0, 0)
@@ -170,45 +172,58 @@ def steps(arrange: Callable[[World, Any], None] = lambda *_: None) -> Callable[[
 
 
 def test_micro_batches_of_unequal_shapes():
-    cut = at(0, lambda call, x: x[:, :-1] if call == 2 else x)
-    refused(steps(cut), StateError, "stage 0>1 #2", "the same from every micro-batch", "[2, 5, 16]", "[2, 4, 16]")
+    cut = set_stage_fault(0, lambda call, x: x[:, :-1] if call == 2 else x)
+    check_pipeline_refuses(
+        faulty_pipeline_step(cut),
+        StateError,
+        "stage 0>1 #2",
+        "the same from every micro-batch",
+        "[2, 5, 16]",
+        "[2, 4, 16]",
+    )
 
 
 def test_an_output_that_is_no_tensor():
-    refused(steps(at(0, lambda _, x: {"x": x})), StateError, "stage 0, forward of micro-batch #0", "a tensor", "dict")
+    check_pipeline_refuses(
+        faulty_pipeline_step(set_stage_fault(0, lambda _, x: {"x": x})),
+        StateError,
+        "stage 0, forward of micro-batch #0",
+        "a tensor",
+        "dict",
+    )
 
 
 def test_a_loss_that_is_none():
     def body(world: World, pipe: Any) -> Any:
         return pipe.step(RUN.batch(0, 0)[0])
 
-    refused(body, StateError, "on rank 1: stage 1", "the loss", "one element", loss_fn=None)
+    check_pipeline_refuses(body, StateError, "on rank 1: stage 1", "the loss", "one element", loss_fn=None)
 
 
 def test_a_batch_that_does_not_divide():
     def body(world: World, pipe: Any) -> Any:
         return pipe.step(torch.zeros(6, 5, dtype=torch.int64), target=torch.zeros(6, 5, dtype=torch.int64))
 
-    refused(body, StateError, "the batch", "4 micro-batches", "6")
+    check_pipeline_refuses(body, StateError, "the batch", "4 micro-batches", "6")
 
 
 def test_a_call_without_gradients():
     def body(world: World, pipe: Any) -> Any:
         with torch.no_grad():
-            return steps()(world, pipe)
+            return faulty_pipeline_step()(world, pipe)
 
-    refused(body, StateError, "torch.no_grad()", "train=False")
+    check_pipeline_refuses(body, StateError, "torch.no_grad()", "train=False")
 
 
 def test_clipping_on_one_stage_alone():
     def body(world: World, pipe: Any) -> Any:
-        steps()(world, pipe)
+        faulty_pipeline_step()(world, pipe)
         if world.rank == 0:
             npuzero.clip_grad_norm_(pipe, 1.0)
         pipe.step(*(RUN.batch(1, 0)[:1]), target=RUN.batch(1, 0)[1])
 
     began_s = time.monotonic()
-    refused(body, CollectiveError, "clip_grad_norm_", "pipeline.step")
+    check_pipeline_refuses(body, CollectiveError, "clip_grad_norm_", "pipeline.step")
     assert time.monotonic() - began_s < 2 * SOON_S
 
 
@@ -217,8 +232,8 @@ def test_one_data_rank_alone_raises():
 
     def body(world: World, pipe: Any) -> Any:
         if world.rank == 0:
-            at(0, raises(1))(world, pipe)
-        tokens, target = Run(data=2).batch(0, pipe.world_index)
+            set_stage_fault(0, raise_at_call(1))(world, pipe)
+        tokens, target = PipelineRun(data=2).batch(0, pipe.world_index)
         pipe.step(tokens, target=target)
 
     def rank(world: World, pipe: Any) -> NpuZeroError:
@@ -228,7 +243,7 @@ def test_one_data_rank_alone_raises():
         return met.value
 
     began_s = time.monotonic()
-    errors = on_ranks(rank, data=2, stage=3)
+    errors = run_faulty_pipeline(rank, data=2, stage=3)
     assert time.monotonic() - began_s < 2 * SOON_S
     assert all("pipeline.step" in str(error) for error in errors)
     assert isinstance(errors[0].__cause__, KeyError)  # what it was is told where it was raised
@@ -239,12 +254,12 @@ def test_one_data_rank_alone_raises():
 # --- refused before anything moves ------------------------------------------------------------------------------------
 
 
-def constructed(*says: str, kind: type[NpuZeroError] = ConfigError, **options: Any) -> None:
+def check_construction_refused(*says: str, kind: type[NpuZeroError] = ConfigError, **options: Any) -> None:
     """``options`` of each rank, which may be functions of the world; every rank refuses them."""
 
     def rank(world: World) -> NpuZeroError:
-        model = build(make=Model)
-        given: dict[str, Any] = {"loss_fn": loss_of, "blocks": model.order, "micro_batches": 4, "split": SPLIT}
+        model = build_seeded_model(make=FaultyModel)
+        given: dict[str, Any] = {"loss_fn": pipeline_loss, "blocks": model.order, "micro_batches": 4, "split": SPLIT}
         given |= {name: value(world) if callable(value) else value for name, value in options.items()}
         with pytest.raises(kind) as met:
             npuzero.pipeline(model, npuzero.mesh(world=world, pipe=2), **{"stage": 2, **given})
@@ -256,24 +271,28 @@ def constructed(*says: str, kind: type[NpuZeroError] = ConfigError, **options: A
 
 
 def test_ranks_of_different_minds():
-    constructed("micro_batches", "the same on every rank", micro_batches=lambda world: 4 + world.rank)
-    constructed("schedule", "the same on every rank", schedule=lambda world: ("gpipe", "1f1b")[world.rank])
-    constructed("stages", "the same on every rank", split=lambda world: [4 + world.rank, 7 - world.rank])
+    check_construction_refused("micro_batches", "the same on every rank", micro_batches=lambda world: 4 + world.rank)
+    check_construction_refused(
+        "schedule", "the same on every rank", schedule=lambda world: ("gpipe", "1f1b")[world.rank]
+    )
+    check_construction_refused("stages", "the same on every rank", split=lambda world: [4 + world.rank, 7 - world.rank])
 
 
 def test_one_rank_that_cannot_tells_the_others():
-    constructed("no-such", "1f1b", schedule=lambda world: ("1f1b", "no-such")[world.rank])
+    check_construction_refused("no-such", "1f1b", schedule=lambda world: ("1f1b", "no-such")[world.rank])
 
 
 def test_what_cannot_be_cut():
-    constructed("12", "11", split=None, schedule="interleaved", chunks=6)  # more stages than blocks
-    constructed("interleaved", "micro-batches", schedule="interleaved", chunks=2, split=None, micro_batches=3)
-    constructed("micro-batches", micro_batches=0)
+    check_construction_refused("12", "11", split=None, schedule="interleaved", chunks=6)  # more stages than blocks
+    check_construction_refused(
+        "interleaved", "micro-batches", schedule="interleaved", chunks=2, split=None, micro_batches=3
+    )
+    check_construction_refused("micro-batches", micro_batches=0)
 
 
 def test_what_a_stage_cannot_follow() -> None:
     """A plan whose groups of ranks are larger than a stage."""
-    constructed("local_size", stage=None, plan=npuzero.Plan.preset("hsdp", local_size=2))
+    check_construction_refused("local_size", stage=None, plan=npuzero.Plan.preset("hsdp", local_size=2))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +300,7 @@ def test_what_a_stage_cannot_follow() -> None:
     [("split", 2), ("split", [None, 4]), ("split", {0: 4, 1: 7}), ("blocks", 3), ("blocks", []), ("loss_fn", 3)],
 )
 def test_arguments_of_another_kind(name: str, value: object) -> None:
-    constructed(name, **{name: value})
+    check_construction_refused(name, **{name: value})
 
 
 def test_neither_a_model_nor_a_mesh() -> None:

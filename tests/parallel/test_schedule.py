@@ -14,17 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import NAMES, Act, Schedule, Timed, Timeline, schedule, simulate
+from npuzero.parallel.schedule import (
+    NAMES,
+    PipelineSchedule,
+    ScheduleTimeline,
+    StageAction,
+    TimedAction,
+    schedule,
+    simulate,
+)
 
 made = cache(schedule)
 
 
 @cache
-def planned(*given: object) -> Timeline:
+def simulate_schedule(*given: object) -> ScheduleTimeline:
     return simulate(made(*given))  # type: ignore[arg-type]
 
 
-def grid(name: str) -> Iterator[Schedule]:
+def schedule_grid(name: str) -> Iterator[PipelineSchedule]:
     """All schedules of ``name`` for 1..8 ranks, 1..32 micro-batches and, where it takes several, 2..4 chunks."""
     for p in range(1, 9):
         for v in (2, 3, 4) if name == "interleaved" else (1,):
@@ -35,14 +43,17 @@ def grid(name: str) -> Iterator[Schedule]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_act_runs_once_on_its_rank_and_after_what_it_takes(name):
-    for table in grid(name):
+    for table in schedule_grid(name):
         kinds = "FIW" if name == "zero-bubble" else "FB"
         acts = [act for row in table.table for act in row]
         once = {
-            Act(kind, stage, i) for kind in kinds for stage in range(table.stages) for i in range(table.micro_batches)
+            StageAction(kind, stage, i)
+            for kind in kinds
+            for stage in range(table.stages)
+            for i in range(table.micro_batches)
         }
         assert len(acts) == len(once) and set(acts) == once
-        timeline = planned(name, table.ranks, table.micro_batches, table.chunks)  # no deadlock
+        timeline = simulate_schedule(name, table.ranks, table.micro_batches, table.chunks)  # no deadlock
         ended = {timed.act: timed.end for timed in timeline.acts}
         for rank, row in enumerate(timeline.rows):
             assert tuple(timed.act for timed in row) == table.row(rank)
@@ -50,27 +61,27 @@ def test_each_act_runs_once_on_its_rank_and_after_what_it_takes(name):
             assert all(before.end <= after.begin for before, after in pairwise(row))
         for _, (kind, stage, i), begin, _ in timeline.acts:
             if stage and kind == "F":
-                assert ended[Act("F", stage - 1, i)] <= begin
+                assert ended[StageAction("F", stage - 1, i)] <= begin
             if kind in "BI":
-                assert ended[Act("F", stage, i)] <= begin
-                assert stage == table.stages - 1 or ended[Act(kind, stage + 1, i)] <= begin
+                assert ended[StageAction("F", stage, i)] <= begin
+                assert stage == table.stages - 1 or ended[StageAction(kind, stage + 1, i)] <= begin
             if kind == "W":
-                assert ended[Act("I", stage, i)] <= begin
+                assert ended[StageAction("I", stage, i)] <= begin
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_the_bubble_is_exact_also_with_fewer_micro_batches_than_ranks(name):
-    for table in grid(name):
+    for table in schedule_grid(name):
         p, m, v = table.ranks, table.micro_batches, table.chunks
-        assert planned(name, p, m, v).bubble == Fraction(p - 1, v * m + p - 1), (p, m, v)
+        assert simulate_schedule(name, p, m, v).bubble == Fraction(p - 1, v * m + p - 1), (p, m, v)
 
 
 def test_peaks_are_exact():
     for p, m in ((p, m) for p in range(1, 9) for m in range(1, 33)):
-        assert planned("gpipe", p, m, 1).peak == (m,) * p
-        assert planned("1f1b", p, m, 1).peak == tuple(min(m, p - r) for r in range(p))
-        assert planned("zero-bubble", p, m, 1).peak == (min(m, p),) * p
-    for table in grid("interleaved"):
+        assert simulate_schedule("gpipe", p, m, 1).peak == (m,) * p
+        assert simulate_schedule("1f1b", p, m, 1).peak == tuple(min(m, p - r) for r in range(p))
+        assert simulate_schedule("zero-bubble", p, m, 1).peak == (min(m, p),) * p
+    for table in schedule_grid("interleaved"):
         p, m, v = table.ranks, table.micro_batches, table.chunks
         peaks = [min(v * m, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
         assert [table.peak(r) for r in range(p)] == peaks, (p, m, v)
@@ -81,7 +92,7 @@ def test_zero_bubble_waits_for_a_third_as_long_as_1f1b_with_no_larger_peak():
     too few gradients of weights to fill the end with: then 2(m+p)-1 long.
     """
     for p, m in ((p, m) for p in range(1, 9) for m in range(1, 33)):
-        plain, split = made("1f1b", p, m, 1), planned("zero-bubble", p, m, 1)
+        plain, split = made("1f1b", p, m, 1), simulate_schedule("zero-bubble", p, m, 1)
         makespan = split.makespan
         assert makespan == max(3 * m + p - 1, 2 * (m + p) - 1), (p, m)
         assert split.bubble == 1 - Fraction(3 * m) / Fraction(makespan)
@@ -110,7 +121,7 @@ def test_small_tables_by_hand():
 # -- torch's tables ----------------------------------------------------------------------------------------------------
 
 
-def theirs(name: str, p: int, m: int, v: int) -> tuple[tuple[Act, ...], ...]:
+def torch_schedule_table(name: str, p: int, m: int, v: int) -> tuple[tuple[StageAction, ...], ...]:
     """The table that torch.distributed.pipelining makes; its methods ask for these facts, and for no process group."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     rounds = max(1, m // p)
@@ -126,7 +137,7 @@ def theirs(name: str, p: int, m: int, v: int) -> tuple[tuple[Act, ...], ...]:
     kinds = {"F", "B", "I", "W"}
     return tuple(
         tuple(
-            Act(act.computation_type.value, act.stage_index, act.microbatch_index)
+            StageAction(act.computation_type.value, act.stage_index, act.microbatch_index)
             for act in table[rank]
             if act is not None and act.computation_type.value in kinds
         )
@@ -137,11 +148,11 @@ def theirs(name: str, p: int, m: int, v: int) -> tuple[tuple[Act, ...], ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_tables_are_torchs_but_where_those_are_wrong(name):
     """Its 1F1B is wrong on the last rank, and where a rank would run more forwards ahead than there are."""
-    for table in grid(name):
+    for table in schedule_grid(name):
         p, m, v = table.ranks, table.micro_batches, table.chunks
         if name == "zero-bubble" and m > p and m % p:
             continue  # torch takes only micro-batches that rounds divide
-        for rank, row in enumerate(theirs(name, p, m, v)):
+        for rank, row in enumerate(torch_schedule_table(name, p, m, v)):
             if name != "1f1b" or (rank < p - 1 and p - 1 - rank <= m):
                 assert table.row(rank) == row, (p, m, v, rank)
 
@@ -149,7 +160,7 @@ def test_tables_are_torchs_but_where_those_are_wrong(name):
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 2)])
 def test_torchs_1f1b_skips_the_last_ranks_first_micro_batch_and_ours_does_not(p, m):
     """Having run no forward ahead, it counts on from micro-batch 0 as if that had been: forwards 1..m for 0..m-1."""
-    *_, last = theirs("1f1b", p, m, 1)
+    *_, last = torch_schedule_table("1f1b", p, m, 1)
     ours = schedule("1f1b", p, m)
     assert [act.micro for act in last if act.kind == "F"] == list(range(1, m + 1))
     assert [act.micro for act in ours.row(p - 1) if act.kind == "F"] == list(range(m))
@@ -197,8 +208,12 @@ def test_gradients_of_weights_may_take_another_share_of_a_backward():
 
 
 def test_a_timeline_may_be_one_that_ran():
-    acts = (Timed(0, Act("F", 0, 0), 5.0, 6.0), Timed(1, Act("F", 1, 0), 6.5, 7.5), Timed(1, Act("B", 1, 0), 7.5, 9.0))
-    timeline = Timeline(acts)
+    acts = (
+        TimedAction(0, StageAction("F", 0, 0), 5.0, 6.0),
+        TimedAction(1, StageAction("F", 1, 0), 6.5, 7.5),
+        TimedAction(1, StageAction("B", 1, 0), 7.5, 9.0),
+    )
+    timeline = ScheduleTimeline(acts)
     assert (timeline.makespan, timeline.busy, timeline.peak) == (4.0, (1.0, 2.5), (1, 1))
     assert timeline.bubble == 1 - Fraction(35, 80)
 

@@ -13,7 +13,7 @@ import npuzero
 from npuzero import ConfigError, Plan, parallel
 from npuzero.comm import World, run_threads
 from npuzero.plan import MeshShape
-from parallel.sequence_training import DIM, SEQUENCE, Recipe, check, on_rank
+from parallel.sequence_training import DIM, SEQUENCE, SequenceRecipe, check_sequence_training, train_sequence_rank
 from world.train import assert_same_bits
 
 EIGHT = [
@@ -26,7 +26,7 @@ EIGHT = [
 ]
 
 
-def isp(weight: int) -> Plan:
+def isp_plan(weight: int) -> Plan:
     return Plan.preset("isp", local_size=weight)
 
 
@@ -34,35 +34,37 @@ def isp(weight: int) -> Plan:
 @pytest.mark.parametrize(("sequence", "pod"), [(2, 1), (2, 2), (4, 1)])
 def test_isp_trains_as_one_process(sequence: int, pod: int, kind: str) -> None:
     """States over all ranks (one pod), or over the weight ranks alone (as many pods as groups of them)."""
-    check(4, isp(2), {"sequence": sequence, "pod": pod}, Recipe(kind, steps=2))
+    check_sequence_training(4, isp_plan(2), {"sequence": sequence, "pod": pod}, SequenceRecipe(kind, steps=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "sequence", "pod", "kind"), EIGHT)
 def test_isp_on_eight_ranks(weight: int, sequence: int, pod: int, kind: str) -> None:
     """Weight ranks need not be those that share sequences; two pods of two groups are zero1 between none and all."""
-    check(8, isp(weight), {"sequence": sequence, "pod": pod}, Recipe(kind))
+    check_sequence_training(8, isp_plan(weight), {"sequence": sequence, "pod": pod}, SequenceRecipe(kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [2, 8])
 @pytest.mark.parametrize("weight", [2, 4, 8])
 def test_isp_on_sixteen_ranks(weight: int, sequence: int) -> None:
-    check(16, isp(weight), {"sequence": sequence, "pod": 2 if weight < 8 else 1})
+    check_sequence_training(16, isp_plan(weight), {"sequence": sequence, "pod": 2 if weight < 8 else 1})
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_sequences_are_divided_under_other_plans(plan: str) -> None:
-    check(4, plan, {"sequence": 2}, Recipe(steps=2, micro_batches=2))
+    check_sequence_training(4, plan, {"sequence": 2}, SequenceRecipe(steps=2, micro_batches=2))
 
 
 def test_micro_batches_are_one_mean_over_their_tokens() -> None:
-    check(4, isp(2), {"sequence": 4}, Recipe(steps=2, micro_batches=3))
+    check_sequence_training(4, isp_plan(2), {"sequence": 4}, SequenceRecipe(steps=2, micro_batches=3))
 
 
 def test_ranks_keep_their_part_of_the_activations() -> None:
     kept = {
-        ranks: run_threads(ranks, lambda world, n=ranks: on_rank(world, "zero2", {"sequence": n}, Recipe(steps=1)))
+        ranks: run_threads(
+            ranks, lambda world, n=ranks: train_sequence_rank(world, "zero2", {"sequence": n}, SequenceRecipe(steps=1))
+        )
         for ranks in (1, 2, 4, 8)
     }
     for ranks, found in kept.items():
@@ -72,7 +74,12 @@ def test_ranks_keep_their_part_of_the_activations() -> None:
 def test_two_layers_are_unsharded_at_a_time_however_many_there_are() -> None:
     """The window: what is held at most is the same in each step from the second on, and for twice the layers."""
     held = {
-        layers: run_threads(4, lambda world, n=layers: on_rank(world, isp(2), {"sequence": 4}, Recipe(steps=4), n))
+        layers: run_threads(
+            4,
+            lambda world, n=layers: train_sequence_rank(
+                world, isp_plan(2), {"sequence": 4}, SequenceRecipe(steps=4), n
+            ),
+        )
         for layers in (3, 6)
     }
     for found in held.values():
@@ -86,12 +93,12 @@ def test_two_layers_are_unsharded_at_a_time_however_many_there_are() -> None:
 
 @pytest.mark.parametrize("overlap", [False, "gradients", "parameters"])
 def test_overlap_moves_no_bit(overlap: Any) -> None:
-    sizes, recipe = {"sequence": 4}, Recipe(steps=2)
+    sizes, recipe = {"sequence": 4}, SequenceRecipe(steps=2)
     found = [
         run_threads(
             4,
-            lambda world, how=how: on_rank(
-                world, isp(2), sizes, recipe, settings=npuzero.Settings(overlap=how, prefetch=2 if how else 0)
+            lambda world, how=how: train_sequence_rank(
+                world, isp_plan(2), sizes, recipe, settings=npuzero.Settings(overlap=how, prefetch=2 if how else 0)
             ),
         )
         for how in (True, overlap)

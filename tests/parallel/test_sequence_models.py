@@ -14,8 +14,8 @@ import npuzero
 from npuzero import ConfigError, parallel
 from npuzero.comm import World, run_threads
 from npuzero.plan import DATA
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -33,11 +33,11 @@ _SIZES = {
 }
 
 
-def llama(**more: Any) -> Any:
+def build_sequence_llama(**more: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SIZES, "num_key_value_heads": 2, **more}))
 
 
-def qwen3(**more: Any) -> Any:
+def build_sequence_qwen3(**more: Any) -> Any:
     """Norms of queries and keys, and more elements in heads than in the model."""
     sizes = {**_SIZES, "num_key_value_heads": 1, "head_dim": 16}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **more))
@@ -50,14 +50,14 @@ def mistral(**more: Any) -> Any:
     )
 
 
-def gpt2(**more: Any) -> Any:
+def build_sequence_gpt2(**more: Any) -> Any:
     """Learned positions, packed Linears."""
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **still, **more))
 
 
-def batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
+def sequence_model_batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
     tokens = torch.randint(3, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     given = {"input_ids": tokens, "labels": tokens.clone()}
     if kind == "padded":
@@ -70,13 +70,13 @@ def batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
     return given
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(make: Callable[..., Any], kind: str, ranks: int, **config: Any) -> None:
+def check_sequence_model(make: Callable[..., Any], kind: str, ranks: int, **config: Any) -> None:
     """Logits, the loss on every rank, and gradients averaged over the ranks are those of the whole."""
-    whole, given = build(make=lambda: make(**config)), batch(kind)
+    whole, given = build_seeded_model(make=lambda: make(**config)), sequence_model_batch(kind)
     models = [copy.deepcopy(whole) for _ in range(ranks)]
 
     def rank(world: World) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -84,44 +84,46 @@ def check(make: Callable[..., Any], kind: str, ranks: int, **config: Any) -> Non
         model = parallel.sequence(models[world.rank], mesh)
         found = model(**parallel.slice(given, mesh))
         found.loss.backward()
-        return found.loss.detach(), found.logits.detach(), gradients(model)
+        return found.loss.detach(), found.logits.detach(), named_gradients(model)
 
     expected = whole(**given, use_cache=False)  # with a cache transformers does not look for packed sequences
     expected.loss.backward()
     found = run_threads(ranks, rank)
     seen = given.get("attention_mask", torch.ones(2, SEQUENCE)).bool()
     logits = torch.cat([each[1] for each in found], 1)
-    assert_close({"logits": logits[seen]}, {"logits": expected.logits.detach()[seen]}, 1e-5)
+    assert_states_close({"logits": logits[seen]}, {"logits": expected.logits.detach()[seen]}, 1e-5)
     for loss, _, _ in found:
         assert torch.equal(loss, found[0][0])
     mean = {name: sum(each[2][name] for each in found) / ranks for name in found[0][2]}
-    assert_close({"loss": found[0][0], **mean}, {"loss": expected.loss.detach(), **gradients(whole)}, 1e-5)
+    assert_states_close({"loss": found[0][0], **mean}, {"loss": expected.loss.detach(), **named_gradients(whole)}, 1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_slices_of_a_llama(kind: str, attention: str) -> None:
-    check(llama, kind, 2, attn_implementation=attention)
+    check_sequence_model(build_sequence_llama, kind, 2, attn_implementation=attention)
 
 
-@pytest.mark.parametrize(("make", "attention"), [(qwen3, "eager"), (mistral, "sdpa"), (gpt2, "sdpa")])
+@pytest.mark.parametrize(
+    ("make", "attention"), [(build_sequence_qwen3, "eager"), (mistral, "sdpa"), (build_sequence_gpt2, "sdpa")]
+)
 def test_slices_of_other_models(make: Callable[..., Any], attention: str) -> None:
-    check(make, "plain", 4, attn_implementation=attention)
+    check_sequence_model(make, "plain", 4, attn_implementation=attention)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("make", [llama, qwen3, mistral, gpt2])
+@pytest.mark.parametrize("make", [build_sequence_llama, build_sequence_qwen3, mistral, build_sequence_gpt2])
 def test_slices_of_all_models(make: Callable[..., Any], ranks: int, kind: str, attention: str) -> None:
-    check(make, kind, ranks, attn_implementation=attention)
+    check_sequence_model(make, kind, ranks, attn_implementation=attention)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [1, 2, 4])
 def test_key_heads_of_a_llama(keys: int) -> None:
-    check(llama, "plain", 4, attn_implementation="sdpa", num_key_value_heads=keys)
+    check_sequence_model(build_sequence_llama, "plain", 4, attn_implementation="sdpa", num_key_value_heads=keys)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
@@ -140,28 +142,38 @@ def test_a_llama_trains_under_isp(checkpointing: bool) -> None:
 
     def rank(world: World) -> dict[str, Tensor]:
         mesh = npuzero.mesh(sequence=2, world=world)
-        model: Any = npuzero.zero(parallel.sequence(build(make=llama), mesh), plan="isp", local_size=2, mesh=mesh)
+        model: Any = npuzero.zero(
+            parallel.sequence(build_seeded_model(make=build_sequence_llama), mesh), plan="isp", local_size=2, mesh=mesh
+        )
         optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
         group = mesh.index(DATA) // 2
-        train(model, optimizer, lambda step: model(**parallel.slice(batch("plain", 2 * step + group), mesh)).loss)
+        train(
+            model,
+            optimizer,
+            lambda step: model(**parallel.slice(sequence_model_batch("plain", 2 * step + group), mesh)).loss,
+        )
         assert npuzero.report(model).bytes_sent == npuzero.predict(model, "isp", mesh, local_size=2).bytes_sent
         return npuzero.full_state_dict(model, rank0_only=False)
 
-    whole = build(make=llama)
+    whole = build_seeded_model(make=build_sequence_llama)
     plain = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    train(whole, plain, lambda step: sum(whole(**batch("plain", 2 * step + group)).loss for group in range(2)) / 2)
+    train(
+        whole,
+        plain,
+        lambda step: sum(whole(**sequence_model_batch("plain", 2 * step + group)).loss for group in range(2)) / 2,
+    )
     states = run_threads(4, rank)
     for state in states:
         assert_same_bits(state, states[0])
-    assert_close(states[0], whole.state_dict(), 2e-6)
+    assert_states_close(states[0], whole.state_dict(), 2e-6)
 
 
 def test_positions_are_those_of_the_slice_where_none_are_given() -> None:
-    given = batch("plain")["input_ids"]
+    given = sequence_model_batch("plain")["input_ids"]
 
     def rank(world: World) -> None:
         mesh = npuzero.mesh(sequence=2, world=world)
-        model = parallel.sequence(build(make=gpt2), mesh)
+        model = parallel.sequence(build_seeded_model(make=build_sequence_gpt2), mesh)
         part = parallel.slice({"input_ids": given}, mesh)
         assert torch.equal(model(part["input_ids"]).logits, model(**part).logits)
         twin = copy.deepcopy(model)  # with the same ranks
@@ -176,15 +188,18 @@ def test_a_model_that_is_not_prepared_does_not_train_on_a_sequence_axis() -> Non
     def rank(world: World) -> None:
         mesh = npuzero.mesh(sequence=2, world=world)
         with pytest.raises(ConfigError, match=r"axis sequence: .*got GPT2.*npuzero.parallel.sequence\(model, mesh\)"):
-            npuzero.zero(build(make=gpt2), mesh=mesh)
-        npuzero.zero(parallel.sequence(build(make=gpt2), mesh))
+            npuzero.zero(build_seeded_model(make=build_sequence_gpt2), mesh=mesh)
+        npuzero.zero(parallel.sequence(build_seeded_model(make=build_sequence_gpt2), mesh))
 
     run_threads(2, rank)
 
 
-def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
+def sequence_refusals(mesh: Any) -> dict[str, Callable[[], object]]:
     """Calls that every rank refuses, by what it says."""
-    model, part = parallel.sequence(build(make=llama), mesh), parallel.slice(batch("padded"), mesh)
+    model, part = (
+        parallel.sequence(build_seeded_model(make=build_sequence_llama), mesh),
+        parallel.slice(sequence_model_batch("padded"), mesh),
+    )
     sliced = {**part, "attention_mask": parallel.slice(part["attention_mask"], mesh)}
     t5 = {"vocab_size": 37, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     neox = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -192,7 +207,7 @@ def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
     heads = {**_SIZES, "num_attention_heads": 6, "hidden_size": 24, "num_key_value_heads": 3}
     return {
         r"LlamaForCausalLM: expected heads that the 4 ranks .* got 6 heads\. Choose sequence among 1, 2, 3, 6": (
-            lambda: parallel.sequence(llama(**heads), mesh)
+            lambda: parallel.sequence(build_sequence_llama(**heads), mesh)
         ),
         "got Linear. Wrap the attention": lambda: parallel.sequence(nn.Linear(2, 2), mesh),
         "T5ForConditionalGeneration, which is more": lambda: parallel.sequence(
@@ -225,7 +240,7 @@ def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
 def test_what_slices_cannot_do_is_refused_by_every_rank() -> None:
     def rank(world: World) -> None:
         mesh = npuzero.mesh(sequence=4, world=world)
-        for message, call in refusals(mesh).items():
+        for message, call in sequence_refusals(mesh).items():
             with pytest.raises(ConfigError, match=message):
                 call()
 

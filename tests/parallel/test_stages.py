@@ -19,15 +19,15 @@ import npuzero
 from npuzero import comm, parallel
 from npuzero.comm import World
 from npuzero.errors import ConfigError
-from npuzero.parallel.stages import Division, Stages, divide
+from npuzero.parallel.stages import PipelineStages, StageDivision, divide_into_stages
 from npuzero.plan import PIPE, Relation
-from npuzero.shard.discover import discover
-from npuzero.shard.relations import relations_of
-from parallel.tensor_models import TOY_PLAN, batch_of
-from parallel.tensor_models import Block as AttentionBlock
+from npuzero.shard.discover import discover_units
+from npuzero.shard.relations import get_relations
+from parallel.tensor_models import TOY_PLAN, tensor_batch
+from parallel.tensor_models import TensorBlock as AttentionBlock
 from world.conftest import one_thread_per_rank  # noqa: F401
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 # PEFT and transformers warn of each other's names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
@@ -48,7 +48,7 @@ SIZES = {
 ALTERNATING = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8}
 
 
-def of(kind: str, **more: Any) -> Callable[[], nn.Module]:
+def make_causal_model(kind: str, **more: Any) -> Callable[[], nn.Module]:
     """Makes a causal model of transformers."""
 
     def make() -> nn.Module:
@@ -60,18 +60,20 @@ def of(kind: str, **more: Any) -> Callable[[], nn.Module]:
 
 
 def lora() -> nn.Module:
-    return get_peft_model(of("Llama")(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return get_peft_model(
+        make_causal_model("Llama")(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": of("Llama"),
-    "tied": of("Llama", tie_word_embeddings=True),
-    "base": lambda: of("Llama")().model,
-    "qwen2": of("Qwen2"),
-    "qwen3": of("Qwen3", use_sliding_window=True, **ALTERNATING),
-    "gemma3": of("Gemma3", query_pre_attn_scalar=8, **ALTERNATING),
-    "granite": of("Granite", embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5),
-    "mixtral": of("Mixtral", num_local_experts=4),
+    "llama": make_causal_model("Llama"),
+    "tied": make_causal_model("Llama", tie_word_embeddings=True),
+    "base": lambda: make_causal_model("Llama")().model,
+    "qwen2": make_causal_model("Qwen2"),
+    "qwen3": make_causal_model("Qwen3", use_sliding_window=True, **ALTERNATING),
+    "gemma3": make_causal_model("Gemma3", query_pre_attn_scalar=8, **ALTERNATING),
+    "granite": make_causal_model("Granite", embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5),
+    "mixtral": make_causal_model("Mixtral", num_local_experts=4),
     "lora": lora,
 }
 
@@ -86,7 +88,7 @@ class Embedding(nn.Module):
         return self.tokens(tokens) * scale + self.positions[: tokens.shape[1]]
 
 
-class GPT(nn.Module):
+class ListedGPT(nn.Module):
     """Has no forward of use: what is called one after another is a list."""
 
     def __init__(self, tied: bool = False, dropout: float = 0.5) -> None:
@@ -111,21 +113,21 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def layers(count: int = 5, width: int = 8) -> nn.Sequential:
+def build_layers(count: int = 5, width: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
 
 
-def through(stages: Stages, *args: Any, **options: Any) -> Any:
+def run_stages(stages: PipelineStages, *args: Any, **options: Any) -> Any:
     for stage in range(stages.count):
         args = (stages(stage, *args, **options),)
     return args[0]
 
 
-def all_of(division: Division) -> Stages:
+def take_all_stages(division: StageDivision) -> PipelineStages:
     return division.take(range(len(division.blocks)))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def stage_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -137,39 +139,39 @@ def assert_named_as(part: nn.Module, whole: nn.Module) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_stages_of_a_sequential(ranks: int) -> None:
-    whole = build(make=layers)
-    stages = all_of(divide(copy.deepcopy(whole), ranks))
+    whole = build_seeded_model(make=build_layers)
+    stages = take_all_stages(divide_into_stages(copy.deepcopy(whole), ranks))
     x = torch.randn(3, 8)
-    expected, found = whole(x), through(stages, x)
+    expected, found = whole(x), run_stages(stages, x)
     assert torch.equal(found, expected)
     expected.sum().backward()
     found.sum().backward()
-    assert_same_bits(gradients(stages), gradients(whole))
+    assert_same_bits(stage_gradients(stages), stage_gradients(whole))
     assert_named_as(stages, whole)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_of_a_list_of_modules(tied: bool) -> None:
-    whole = build(make=lambda: GPT(tied=tied))
+    whole = build_seeded_model(make=lambda: ListedGPT(tied=tied))
     model = copy.deepcopy(whole)
-    stages = all_of(divide(model, 3, blocks=model.listed))
-    tokens = batch_of(0, 0)["input_ids"]
+    stages = take_all_stages(divide_into_stages(model, 3, blocks=model.listed))
+    tokens = tensor_batch(0, 0)["input_ids"]
     torch.manual_seed(1)
     expected = whole(tokens, scale=2.0)
     torch.manual_seed(1)
-    found = through(stages, tokens, scale=2.0)
+    found = run_stages(stages, tokens, scale=2.0)
     assert torch.equal(found, expected)
     for each in (found, expected):
         F.cross_entropy(each.flatten(0, 1), tokens.flatten()).backward()
-    assert_same_bits(gradients(stages), gradients(whole))
+    assert_same_bits(stage_gradients(stages), stage_gradients(whole))
     assert_named_as(stages, whole)
-    assert torch.equal(through(stages.eval(), tokens), whole.eval()(tokens)), "dropout is off, on every stage"
+    assert torch.equal(run_stages(stages.eval(), tokens), whole.eval()(tokens)), "dropout is off, on every stage"
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_of_a_transformers_model(name: str) -> None:
-    whole = build(make=MODELS[name])
-    batch = batch_of(0, 0)
+    whole = build_seeded_model(make=MODELS[name])
+    batch = tensor_batch(0, 0)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, :3] = 0
     options = {"attention_mask": mask} | ({} if name == "base" else {"labels": batch["labels"]})
@@ -178,55 +180,55 @@ def test_stages_of_a_transformers_model(name: str) -> None:
     expected[0].sum().backward()
     for ranks in (2, 5):
         model.zero_grad()
-        stages = all_of(divide(model, ranks))
-        found = through(stages, batch["input_ids"], **options)
+        stages = take_all_stages(divide_into_stages(model, ranks))
+        found = run_stages(stages, batch["input_ids"], **options)
         found[0].sum().backward()
         assert type(found) is type(expected)
         assert_same_bits({"first": found[0].detach()}, {"first": expected[0].detach()})
-        assert_same_bits(gradients(stages), gradients(whole))
+        assert_same_bits(stage_gradients(stages), stage_gradients(whole))
         assert_named_as(stages, whole)
 
 
 @pytest.mark.parametrize("split", [(1, 4, 1, 1), (1, 1, 3, 2), (2, 1, 2, 2), (4, 1, 1, 1)])
 def test_a_transformers_model_is_divided_anywhere(split: tuple[int, ...]) -> None:
     """Also so that a stage has the embedding alone, or the norm alone, or no layer."""
-    whole = build(make=MODELS["granite"])
-    stages = all_of(divide(copy.deepcopy(whole), 2, 2, split=split))
-    batch = batch_of(0, 0)
-    assert torch.equal(through(stages, batch["input_ids"]).logits, whole(batch["input_ids"]).logits)
+    whole = build_seeded_model(make=MODELS["granite"])
+    stages = take_all_stages(divide_into_stages(copy.deepcopy(whole), 2, 2, split=split))
+    batch = tensor_batch(0, 0)
+    assert torch.equal(run_stages(stages, batch["input_ids"]).logits, whole(batch["input_ids"]).logits)
 
 
 def test_modes_reach_what_a_stage_has_beside_its_blocks() -> None:
-    model: Any = build(make=MODELS["llama"])
+    model: Any = build_seeded_model(make=MODELS["llama"])
     model.model.dropout = nn.Dropout(0.5)
     model.model.layers[2].register_forward_hook(lambda _layer, _args, output: model.model.dropout(output))
-    stages = all_of(divide(model.train(), 2))
-    tokens = batch_of(0, 0)["input_ids"]
+    stages = take_all_stages(divide_into_stages(model.train(), 2))
+    tokens = tensor_batch(0, 0)["input_ids"]
     assert stages.eval() is stages and not model.model.dropout.training
-    assert torch.equal(through(stages, tokens).logits, model.eval()(tokens).logits)
+    assert torch.equal(run_stages(stages, tokens).logits, model.eval()(tokens).logits)
     assert stages.train() is stages and model.model.dropout.training
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_activation_checkpointing(reentrant: bool) -> None:
-    whole: Any = build(make=MODELS["qwen3"])
+    whole: Any = build_seeded_model(make=MODELS["qwen3"])
     model: Any = copy.deepcopy(whole)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    stages = all_of(divide(model.train(), 2))
-    batch = batch_of(0, 0)
+    stages = take_all_stages(divide_into_stages(model.train(), 2))
+    batch = tensor_batch(0, 0)
     whole.train()(**batch).loss.backward()
-    through(stages, **batch).loss.backward()
-    assert_same_bits(gradients(stages), gradients(whole))
+    run_stages(stages, **batch).loss.backward()
+    assert_same_bits(stage_gradients(stages), stage_gradients(whole))
 
 
 # -- what a rank has ---------------------------------------------------------------------------------------------------
 
 
 def test_ranks_have_what_is_theirs_under_its_name_in_the_whole_model() -> None:
-    model = build(make=MODELS["llama"])
+    model = build_seeded_model(make=MODELS["llama"])
     whole = dict(model.named_parameters())
-    division = divide(model, 2, chunks=2, split=(2, 1, 1, 3))
+    division = divide_into_stages(model, 2, chunks=2, split=(2, 1, 1, 3))
     first, second = division.take((2, 0)), division.take((1, 3))
     assert first.numbers == (0, 2) and second.numbers == (1, 3) and first.count == second.count == 4
     assert division.blocks[2] == ("model.layers.2",)
@@ -240,27 +242,29 @@ def test_ranks_have_what_is_theirs_under_its_name_in_the_whole_model() -> None:
 
 
 def test_blocks_of_other_ranks_are_let_go() -> None:
-    model = build(make=MODELS["gemma3"])
+    model = build_seeded_model(make=MODELS["gemma3"])
     gone = weakref.ref(model.get_submodule("model.layers.0")), weakref.ref(model.get_submodule("model.layers.3"))
-    first = divide(model, 2, split=(3, 4)).take((0,))
+    first = divide_into_stages(model, 2, split=(3, 4)).take((0,))
     del model
     gc.collect()
     assert gone[0]() is not None and gone[1]() is None
-    assert first(0, batch_of(0, 0)["input_ids"]).shape == (2, 12, HIDDEN)
+    assert first(0, tensor_batch(0, 0)["input_ids"]).shape == (2, 12, HIDDEN)
 
 
 def test_every_block_is_a_unit() -> None:
-    model = build(make=GPT)
-    division = divide(model, 2, chunks=2, split=(2, 4, 1, 1), blocks=model.listed)
-    names = [[spec.name for spec in discover(part, part.unit_rule)] for part in map(division.take, ((0, 2), (3,)))]
+    model = build_seeded_model(make=ListedGPT)
+    division = divide_into_stages(model, 2, chunks=2, split=(2, 4, 1, 1), blocks=model.listed)
+    names = [
+        [spec.name for spec in discover_units(part, part.unit_rule)] for part in map(division.take, ((0, 2), (3,)))
+    ]
     assert names == [["root", "embedding", "norm"], ["root", "head"]]
-    units = discover(division.take((1,)), lambda *told: division.take((1,)).unit_rule(*told))
+    units = discover_units(division.take((1,)), lambda *told: division.take((1,)).unit_rule(*told))
     assert {spec.name: len(spec.parameters) for spec in units} == {"root": 0, **{f"blocks.{i}": 15 for i in range(4)}}
 
 
 def test_buffers_are_one_with_the_models() -> None:
-    model = build(make=GPT)
-    stages = all_of(divide(model, 2, blocks=model.listed))
+    model = build_seeded_model(make=ListedGPT)
+    stages = take_all_stages(divide_into_stages(model, 2, blocks=model.listed))
     stages.double()
     assert stages.get_buffer("seen").dtype == model.get_buffer("seen").dtype == torch.float64
     assert dict(stages.named_buffers()).keys() == {"seen"}
@@ -268,7 +272,7 @@ def test_buffers_are_one_with_the_models() -> None:
 
 def test_buffers_of_blocks_are_on_their_stage() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
-    found = [{name[0] for name, _ in divide(model, 2).take((rank,)).named_buffers()} for rank in range(2)]
+    found = [{name[0] for name, _ in divide_into_stages(model, 2).take((rank,)).named_buffers()} for rank in range(2)]
     assert found == [{"0"}, {"1"}]
 
 
@@ -276,32 +280,32 @@ def test_buffers_of_blocks_are_on_their_stage() -> None:
 def test_models_on_meta(name: str) -> None:
     with torch.device("meta"):
         model = MODELS[name]()
-    stages = divide(model, 2).take((1,))
+    stages = divide_into_stages(model, 2).take((1,))
     assert stages.numbers == (1,) and all(parameter.is_meta for parameter in stages.parameters())
     assert [*stages.state_dict()] == [key for key in model.state_dict() if key in stages.state_dict()]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_tied_embedding_is_in_the_root_unit_of_both_ends(chunks: int) -> None:
-    model = build(make=MODELS["tied"])
-    division = divide(model, 3, chunks)
+    model = build_seeded_model(make=MODELS["tied"])
+    division = divide_into_stages(model, 3, chunks)
     name, other = "model.embed_tokens.weight", "lm_head.weight"
     for rank in range(3):
         own = division.take(range(rank, 3 * chunks, 3))
         first, *_ = names = [each for each, _ in own.named_parameters()]
-        root = [each for each, _ in discover(own, own.unit_rule)[0].parameters]
+        root = [each for each, _ in discover_units(own, own.unit_rule)[0].parameters]
         if rank == 1:
             assert own.tied == () and name not in names and root == []
             continue
         assert own.tied == (name,) and first == name and root == [name]
         assert {name, other} <= own.state_dict().keys() and other not in names
-        assert relations_of(own.get_parameter(name)) == {PIPE: Relation.SUMMED}
+        assert get_relations(own.get_parameter(name)) == {PIPE: Relation.SUMMED}
 
 
 def test_a_tie_on_one_rank_is_a_tie_and_no_more() -> None:
-    model = build(make=MODELS["tied"])
-    stages = all_of(divide(model, 1, chunks=3))
-    assert stages.tied == () and relations_of(stages.get_parameter("model.embed_tokens.weight")) == {}
+    model = build_seeded_model(make=MODELS["tied"])
+    stages = take_all_stages(divide_into_stages(model, 1, chunks=3))
+    assert stages.tied == () and get_relations(stages.get_parameter("model.embed_tokens.weight")) == {}
 
 
 # -- beside other axes -------------------------------------------------------------------------------------------------
@@ -311,18 +315,22 @@ def test_a_tie_on_one_rank_is_a_tie_and_no_more() -> None:
 @pytest.mark.parametrize("mode", ["mtp", "msp", "fsp"])
 def test_over_tensor_ranks(mode: str, name: str) -> None:
     """Hidden states go from stage to stage as slices of the sequence, and positions are those of all of it."""
-    make: Callable[[], nn.Module] = of("Llama", head_dim=8) if name == "llama" else lambda: GPT(dropout=0.0)
-    batch = batch_of(0, 0)
+    make: Callable[[], nn.Module] = (
+        make_causal_model("Llama", head_dim=8) if name == "llama" else lambda: ListedGPT(dropout=0.0)
+    )
+    batch = tensor_batch(0, 0)
 
     def run(model: Any, forward: Callable[..., Any]) -> tuple[Tensor, dict[str, Tensor]]:
         found = forward(**batch).logits if name == "llama" else forward(batch["input_ids"])
         F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten()).backward()
-        return found.detach(), gradients(model)
+        return found.detach(), stage_gradients(model)
 
     def rank(world: World) -> tuple[list[int], Tensor, dict[str, Tensor]]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model: Any = parallel.tensor(build(make=make), mesh, mode, plan=None if name == "llama" else TOY_PLAN)
-        stages = all_of(divide(model, 2, 2, blocks=None if name == "llama" else model.listed))
+        model: Any = parallel.tensor(
+            build_seeded_model(make=make), mesh, mode, plan=None if name == "llama" else TOY_PLAN
+        )
+        stages = take_all_stages(divide_into_stages(model, 2, 2, blocks=None if name == "llama" else model.listed))
         stages = npuzero.zero(stages, stage=0, mesh=mesh, units=stages.unit_rule)
         optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, stages.parameters(), lr=0.1)
         lengths: list[int] = []
@@ -337,35 +345,35 @@ def test_over_tensor_ranks(mode: str, name: str) -> None:
         optimizer.step()
         return lengths, found, npuzero.full_state_dict(stages, rank0_only=False)
 
-    whole = build(make=make)
+    whole = build_seeded_model(make=make)
     expected, _ = run(whole, whole)
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
     for lengths, logits, state in comm.run_threads(2, rank):
         assert set(lengths[:3]) == {12 if mode == "mtp" else 6}
-        assert_close({"logits": logits}, {"logits": expected}, 1e-5)
-        assert_close(state, whole.state_dict(), 1e-5)
+        assert_states_close({"logits": logits}, {"logits": expected}, 1e-5)
+        assert_states_close(state, whole.state_dict(), 1e-5)
 
 
 def test_over_slices_of_sequences() -> None:
     tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
-    whole = build(make=MODELS["llama"])
+    whole = build_seeded_model(make=MODELS["llama"])
     models = [copy.deepcopy(whole) for _ in range(2)]
 
     def rank(world: World) -> Tensor:
         mesh = npuzero.mesh(sequence=2, world=world)
-        stages = all_of(divide(parallel.sequence(models[world.rank], mesh), 3))
+        stages = take_all_stages(divide_into_stages(parallel.sequence(models[world.rank], mesh), 3))
         given = parallel.slice(tokens, mesh)
-        return through(stages, given).logits.detach()  # positions are the slice's, on every stage
+        return run_stages(stages, given).logits.detach()  # positions are the slice's, on every stage
 
     found = torch.cat(comm.run_threads(2, rank), 1)
-    assert_close({"logits": found}, {"logits": whole(tokens).logits.detach()}, 1e-5)
+    assert_states_close({"logits": found}, {"logits": whole(tokens).logits.detach()}, 1e-5)
 
 
 # -- which blocks ------------------------------------------------------------------------------------------------------
 
 
 def test_embeddings_cost_nothing_and_heads_do() -> None:
-    division = divide(build(make=of("Llama", vocab_size=4000)), 2)
+    division = divide_into_stages(build_seeded_model(make=make_causal_model("Llama", vocab_size=4000)), 2)
     assert division.blocks == (
         tuple(f"model.{name}" for name in ("embed_tokens", *map("layers.{}".format, range(4)), "norm")),
         ("lm_head",),
@@ -373,34 +381,34 @@ def test_embeddings_cost_nothing_and_heads_do() -> None:
 
 
 def test_splits_as_given() -> None:
-    model = layers()
-    assert divide(model, 2, split=(1, 4)).blocks == (("0",), ("1", "2", "3", "4"))
-    assert divide(model, 2, split=("0", "3")).blocks == (("0", "1", "2"), ("3", "4"))
-    assert divide(model, 2, split=(3, 7), blocks=["4", *model[:4]]).blocks[0] == ("4.0", "4.1", "0.0")
+    model = build_layers()
+    assert divide_into_stages(model, 2, split=(1, 4)).blocks == (("0",), ("1", "2", "3", "4"))
+    assert divide_into_stages(model, 2, split=("0", "3")).blocks == (("0", "1", "2"), ("3", "4"))
+    assert divide_into_stages(model, 2, split=(3, 7), blocks=["4", *model[:4]]).blocks[0] == ("4.0", "4.1", "0.0")
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def shared_block() -> nn.Module:
-    model = layers()
+    model = build_layers()
     model[3] = model[0]
     return model
 
 
 def tied_inside() -> nn.Module:
-    model = layers()
+    model = build_layers()
     model[2][0].weight = model[0][0].weight
     return model
 
 
-def replaced() -> nn.Module:
+def llama_with_replaced_forward() -> nn.Module:
     model: Any = MODELS["llama"]()
     model.model.forward = model.model.forward  # bound to all of the model
     return model
 
 
-class Counting(nn.Module):
+class NumbersModule(nn.Module):
     """Has a part by the name of a property of Stages."""
 
     def __init__(self) -> None:
@@ -411,46 +419,50 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (layers, {"ranks": 6}, "at most as many as there are blocks: 5; got 6"),
+        (build_layers, {"ranks": 6}, "at most as many as there are blocks: 5; got 6"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {"ranks": 2}, "blocks with parameters: 1; got 2"),
-        (layers, {"ranks": 0}, "ranks: expected a positive number"),
-        (layers, {"ranks": 1, "chunks": 1.5}, "chunks: expected a positive number"),
+        (build_layers, {"ranks": 0}, "ranks: expected a positive number"),
+        (build_layers, {"ranks": 1, "chunks": 1.5}, "chunks: expected a positive number"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
             {"ranks": 2, "split": (1, 1)},
             "stage 1: expected parameters in every stage; got none in '1'",
         ),
-        (layers, {"ranks": 2, "split": (1, 2, 2)}, "an entry for each of 2 stages"),
-        (layers, {"ranks": 2, "split": (1, 3)}, "5 in all; got \\[1, 3\\], 4 in all"),
-        (layers, {"ranks": 2, "split": (5, 0)}, "at least a block in each stage"),
-        (layers, {"ranks": 2, "split": ("1", "2")}, "in order, from '0' on; got '1', '2'"),
+        (build_layers, {"ranks": 2, "split": (1, 2, 2)}, "an entry for each of 2 stages"),
+        (build_layers, {"ranks": 2, "split": (1, 3)}, "5 in all; got \\[1, 3\\], 4 in all"),
+        (build_layers, {"ranks": 2, "split": (5, 0)}, "at least a block in each stage"),
+        (build_layers, {"ranks": 2, "split": ("1", "2")}, "in order, from '0' on; got '1', '2'"),
         (MODELS["llama"], {"ranks": 2, "split": ("model.embed_tokens", "model.layer.2")}, "mean 'model.layers.2'"),
-        (GPT, {"ranks": 2}, "an nn.Sequential, a model of transformers .* got GPT. Give blocks="),
-        (GPT, {"ranks": 2, "blocks": ["embeddding"]}, "got 'embeddding'. Did you mean 'embedding'"),
-        (layers, {"ranks": 2, "blocks": [nn.Linear(2, 2)]}, "parts of Sequential; got Linear"),
-        (GPT, {"ranks": 2, "blocks": ["blocks", "norm"]}, "parameter embedding.positions: .* in none of 5, 'blocks.0'"),
-        (GPT, {"ranks": 2, "blocks": ["blocks", "blocks.1"]}, "block 'blocks.1': .* in two places"),
+        (ListedGPT, {"ranks": 2}, "an nn.Sequential, a model of transformers .* got ListedGPT. Give blocks="),
+        (ListedGPT, {"ranks": 2, "blocks": ["embeddding"]}, "got 'embeddding'. Did you mean 'embedding'"),
+        (build_layers, {"ranks": 2, "blocks": [nn.Linear(2, 2)]}, "parts of Sequential; got Linear"),
         (
-            GPT,
+            ListedGPT,
+            {"ranks": 2, "blocks": ["blocks", "norm"]},
+            "parameter embedding.positions: .* in none of 5, 'blocks.0'",
+        ),
+        (ListedGPT, {"ranks": 2, "blocks": ["blocks", "blocks.1"]}, "block 'blocks.1': .* in two places"),
+        (
+            ListedGPT,
             {"ranks": 2, "blocks": ["blocks", "blocks.1.down"]},
             "'blocks.1.down': .* in two places, also 'blocks.1'",
         ),
-        (GPT, {"ranks": 2, "blocks": [""]}, "got the model itself"),
+        (ListedGPT, {"ranks": 2, "blocks": [""]}, "got the model itself"),
         (shared_block, {"ranks": 2}, "block '3': .* called once.* also '0'"),
         (tied_inside, {"ranks": 5}, "parameter 0.0.weight, tied to 2.0.weight: .* stages 0, 2 on ranks 0, 2 of 5"),
-        (of("Llama", output_hidden_states=True), {"ranks": 2}, "config.output_hidden_states=True"),
-        (of("Mixtral", output_router_logits=True), {"ranks": 2}, "config.output_router_logits=True"),
-        (replaced, {"ranks": 2}, "forward of its class.* Compile the blocks"),
+        (make_causal_model("Llama", output_hidden_states=True), {"ranks": 2}, "config.output_hidden_states=True"),
+        (make_causal_model("Mixtral", output_router_logits=True), {"ranks": 2}, "config.output_router_logits=True"),
+        (llama_with_replaced_forward, {"ranks": 2}, "forward of its class.* Compile the blocks"),
         pytest.param(lambda: torch.compile(MODELS["llama"]()), {"ranks": 2}, "is compiled", marks=pytest.mark.slow),
     ],
 )
 def test_models_that_cannot_be_divided(make: Callable[[], nn.Module], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        divide(make(), **options)
+        divide_into_stages(make(), **options)
 
 
 def test_stages_that_cannot_be_taken() -> None:
-    division = divide(layers(), 2)
+    division = divide_into_stages(build_layers(), 2)
     for numbers in ((), (2,), (-1,)):
         with pytest.raises(ConfigError, match="numbers of stages from 0 to 1"):
             division.take(numbers)
@@ -459,20 +471,20 @@ def test_stages_that_cannot_be_taken() -> None:
     with pytest.raises(ConfigError, match="one of the stages 1, which are here; got 0"):
         division.take((1,))(0, torch.ones(1, 8))
     with pytest.raises(ConfigError, match=r"'numbers'\. Rename"):
-        divide(Counting(), 1, blocks=["numbers"]).take((0,))
+        divide_into_stages(NumbersModule(), 1, blocks=["numbers"]).take((0,))
 
 
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions", "use_cache"])
 def test_calls_that_a_stage_cannot_answer(option: str) -> None:
-    stages = all_of(divide(MODELS["llama"](), 2))
+    stages = take_all_stages(divide_into_stages(MODELS["llama"](), 2))
     with pytest.raises(ConfigError, match=f"got {option}=True. Leave it out"):
-        stages(0, batch_of(0, 0)["input_ids"], **{option: True})
+        stages(0, tensor_batch(0, 0)["input_ids"], **{option: True})
 
 
 def test_layers_that_hand_on_more_than_hidden_states() -> None:
     model: Any = MODELS["llama"]()
     model.model.layers[2].register_forward_hook(lambda _module, _args, output: (output, output))
-    stages = all_of(divide(model, 2, split=(3, 4)))
-    hidden = stages(0, batch_of(0, 0)["input_ids"])
+    stages = take_all_stages(divide_into_stages(model, 2, split=(3, 4)))
+    hidden = stages(0, tensor_batch(0, 0)["input_ids"])
     with pytest.raises(ConfigError, match=r"hand on one tensor.* got one that returns tuple"):
         stages(1, hidden)

@@ -14,30 +14,30 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import ConfigError, StateError
 from npuzero.comm import World
-from world.comm_ranks import run_ranks, values
+from world.comm_ranks import rank_results, run_comm_ranks
 
 pytestmark = pytest.mark.world
 
 DIM, MICRO_BATCHES, ROWS, STEPS = 6, 4, 8, 3
 
 
-def model() -> nn.Sequential:
+def build_tanh_stack() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(*[nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(4)])
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def torch_stage_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     drawn = torch.randn(2, ROWS, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
     return drawn[0], drawn[1]
 
 
-def plain(data: int, clip: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_tanh_stack_plain(data: int, clip: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and weights of one process that sees all data."""
-    net = model()
+    net = build_tanh_stack()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     losses, norms = [], []
     for step in range(STEPS):
-        x, y = (torch.cat(both) for both in zip(*(batch(step, rank) for rank in range(data)), strict=True))
+        x, y = (torch.cat(both) for both in zip(*(torch_stage_batch(step, rank) for rank in range(data)), strict=True))
         loss = F.mse_loss(net(x), y)
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item())
@@ -47,7 +47,7 @@ def plain(data: int, clip: float) -> tuple[list[float], list[float], dict[str, T
     return losses, norms, net.state_dict()
 
 
-def pipelined(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, shapes: bool) -> None:
+def train_torch_pipeline(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, shapes: bool) -> None:
     """Train over two pipeline ranks, and as many data ranks as there are."""
     from torch.distributed import pipelining
 
@@ -60,15 +60,15 @@ def pipelined(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, sh
     for number in range(pipe, stages, 2):
         example = {"input_args": torch.empty(rows, DIM, requires_grad=number > 0)} if shapes else {}
         example |= {"output_args": torch.empty(rows, DIM, requires_grad=True)} if shapes else {}
-        part = npuzero.zero(model()[number * size : (number + 1) * size], plan=plan, mesh=mesh)
+        part = npuzero.zero(build_tanh_stack()[number * size : (number + 1) * size], plan=plan, mesh=mesh)
         parts.append(part)
         held.append(npuzero.parallel.TorchStage(part, number, stages, world.device, group, no_sync=no_sync, **example))
     schedule = getattr(pipelining, kind)(held if chunks > 1 else held[0], MICRO_BATCHES, loss_fn=F.mse_loss)
     optimizer = npuzero.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, eps=1e-4)
     clip = 0.1 if chunks == 1 else float("inf")  # a norm is over one model of each rank: over the whole pipeline
-    expected_losses, expected_norms, weights = plain(data, clip)
+    expected_losses, expected_norms, weights = train_tanh_stack_plain(data, clip)
     for step in range(STEPS):
-        x, y = batch(step, place)
+        x, y = torch_stage_batch(step, place)
         losses: list[Tensor] = []
         schedule.step(*((x,) if pipe == 0 else ()), target=y if pipe else None, losses=losses, return_outputs=False)
         if chunks == 1:
@@ -84,26 +84,26 @@ def pipelined(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, sh
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6)
 
 
-def cases(world: World) -> None:
+def run_torch_schedules(world: World) -> None:
     plan = npuzero.Plan.preset("zero3")
-    pipelined(world, "ScheduleGPipe", 1, "zero0", False, False)
-    pipelined(world, "Schedule1F1B", 1, plan, False, True)
-    pipelined(world, "Schedule1F1B", 1, "zero2", True, False)
-    pipelined(world, "ScheduleInterleaved1F1B", 2, plan, True, False)
+    train_torch_pipeline(world, "ScheduleGPipe", 1, "zero0", False, False)
+    train_torch_pipeline(world, "Schedule1F1B", 1, plan, False, True)
+    train_torch_pipeline(world, "Schedule1F1B", 1, "zero2", True, False)
+    train_torch_pipeline(world, "ScheduleInterleaved1F1B", 2, plan, True, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_equals_plain_torch(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, cases, folder=tmp_path, limit_s=120.0))
+    rank_results(run_comm_ranks(size, run_torch_schedules, folder=tmp_path, limit_s=120.0))
 
 
 def test_what_it_cannot_drive_is_refused() -> None:
     with pytest.raises(StateError, match=r"npuzero\.zero"):
-        npuzero.parallel.TorchStage(model(), 0, 1, torch.device("cpu"))
+        npuzero.parallel.TorchStage(build_tanh_stack(), 0, 1, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        stage = npuzero.parallel.TorchStage(npuzero.zero(model()), 0, 1, torch.device("cpu"))
+        stage = npuzero.parallel.TorchStage(npuzero.zero(build_tanh_stack()), 0, 1, torch.device("cpu"))
         with pytest.raises(ConfigError, match="zero bubble"):
             stage.backward_one_chunk(0, full_backward=False)
     finally:

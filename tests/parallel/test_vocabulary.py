@@ -20,17 +20,17 @@ N, H = 7, 5
 SIZES = ((1, 8, 8), (2, 8, 4), (3, 10, 4), (4, 5, 2))
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def draw_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def targets(classes: int, *shape: int) -> Tensor:
+def draw_targets(classes: int, *shape: int) -> Tensor:
     """Some of them ignored."""
     found = torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
     return found.masked_fill(torch.arange(found.numel()).view(shape) % 3 == 1, -100)
 
 
-def relative(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -39,9 +39,12 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("ranks", "classes", "local"), SIZES)
 def test_cross_entropy(ranks: int, classes: int, local: int, reduction: str, smoothing: float) -> None:
     """Large logits, which a sum of exponentials without its maximum would not survive; padding has the largest."""
-    logits = 50 * drawn(2, N, local * ranks)
+    logits = 50 * draw_normal(2, N, local * ranks)
     logits[..., classes:] = 1e4
-    target, weight = targets(classes, 2, N), drawn(2, N, seed=2) if reduction == "none" else torch.tensor(3.0)
+    target, weight = (
+        draw_targets(classes, 2, N),
+        draw_normal(2, N, seed=2) if reduction == "none" else torch.tensor(3.0),
+    )
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
 
     def body(world: World) -> tuple[Tensor, Tensor]:
@@ -58,13 +61,13 @@ def test_cross_entropy(ranks: int, classes: int, local: int, reduction: str, smo
     for loss, _ in found:
         assert loss.equal(found[0][0])
         assert loss.shape == weight.shape
-        assert relative(loss.flatten(), expected) < 1e-6
-    assert relative(torch.cat([grad for _, grad in found], -1), whole.grad) < 1e-5
+        assert relative_error(loss.flatten(), expected) < 1e-6
+    assert relative_error(torch.cat([grad for _, grad in found], -1), whole.grad) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_computed_in_float32(dtype: torch.dtype) -> None:
-    logits, target = drawn(64, 2000).to(dtype), targets(2000, 64)
+    logits, target = draw_normal(64, 2000).to(dtype), draw_targets(2000, 64)
 
     def body(world: World) -> tuple[Tensor, Tensor]:
         mine = logits.chunk(2, -1)[world.rank].clone().requires_grad_()
@@ -85,10 +88,10 @@ def test_computed_in_float32(dtype: torch.dtype) -> None:
 def test_gradients_by_differences() -> None:
     def body(world: World) -> None:
         group = world.communicator(range(2), "tensor")
-        whole, target = drawn(3, 8).double().requires_grad_(), targets(8, 3)
+        whole, target = draw_normal(3, 8).double().requires_grad_(), draw_targets(8, 3)
 
         def loss(whole: Tensor) -> Tensor:
-            mine = functions.split(whole, group, 1)
+            mine = functions.split_replicated(whole, group, 1)
             return vocabulary.cross_entropy(mine, target, group, vocabulary=7, label_smoothing=0.2)
 
         assert torch.autograd.gradcheck(loss, whole)
@@ -96,7 +99,7 @@ def test_gradients_by_differences() -> None:
     run_threads(2, body)
 
 
-class Allocations(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """All memory that operators made, by its bytes."""
 
     def __init__(self) -> None:
@@ -118,7 +121,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_one_float_copy_of_the_logits_at_a_time(dtype: torch.dtype) -> None:
     n, local = 32, 1024
-    mine = drawn(n, local).to(dtype).requires_grad_()
+    mine = draw_normal(n, local).to(dtype).requires_grad_()
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -126,9 +129,9 @@ def test_one_float_copy_of_the_logits_at_a_time(dtype: torch.dtype) -> None:
         return x
 
     group = SingleWorld(torch.device("cpu")).communicator((0,), "tensor")
-    with Allocations() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = vocabulary.cross_entropy(mine, targets(local, n), group)
-    with Allocations() as backward:
+    with AllocationCounter() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = vocabulary.cross_entropy(mine, draw_targets(local, n), group)
+    with AllocationCounter() as backward:
         loss.backward()
     assert forward.above(n * local) == [4 * n * local]
     assert backward.above(n * local) == [4 * n * local, *([2 * n * local] if dtype == torch.bfloat16 else [])]
@@ -137,11 +140,15 @@ def test_one_float_copy_of_the_logits_at_a_time(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("ranks", "classes", "local"), SIZES)
 def test_embedding(ranks: int, classes: int, local: int) -> None:
-    table, ids, weight = drawn(local * ranks, H), targets(classes, 2, N).abs() % classes, drawn(2, N, H, seed=3)
+    table, ids, weight = (
+        draw_normal(local * ranks, H),
+        draw_targets(classes, 2, N).abs() % classes,
+        draw_normal(2, N, H, seed=3),
+    )
 
     def body(world: World) -> tuple[Tensor, Tensor]:
         mine = table.chunk(ranks)[world.rank].clone().requires_grad_()
-        rows = vocabulary.embedding(ids, mine, world.communicator(range(ranks), "tensor"), vocabulary=classes)
+        rows = vocabulary.sharded_embedding(ids, mine, world.communicator(range(ranks), "tensor"), vocabulary=classes)
         (rows * weight).sum().backward()
         return rows.detach(), mine.grad
 
@@ -157,7 +164,7 @@ def test_another_ranks_rows_are_no_matter_of_this_ones() -> None:
 
     def body(world: World) -> Tensor:
         mine = torch.full((2, H), torch.nan) if world.rank == 0 else torch.ones(2, H)
-        return vocabulary.embedding(torch.tensor([2, 3]), mine, world.communicator(range(2), "tensor"))
+        return vocabulary.sharded_embedding(torch.tensor([2, 3]), mine, world.communicator(range(2), "tensor"))
 
     assert all(rows.equal(torch.ones(2, H)) for rows in run_threads(2, body))
 
@@ -166,13 +173,13 @@ def test_rows_of_minus_infinity() -> None:
     """A rank all of whose classes are masked takes no part."""
 
     def body(world: World) -> tuple[Tensor, Tensor]:
-        mine = (drawn(3, 4) if world.rank else torch.full((3, 4), -torch.inf)).requires_grad_()
+        mine = (draw_normal(3, 4) if world.rank else torch.full((3, 4), -torch.inf)).requires_grad_()
         loss = vocabulary.cross_entropy(mine, torch.tensor([4, 5, 6]), world.communicator(range(2), "tensor"))
         loss.backward()
         return loss.detach(), mine.grad
 
     (loss, masked), (_, grad) = run_threads(2, body)
-    assert torch.allclose(loss, F.cross_entropy(drawn(3, 4), torch.arange(3)))
+    assert torch.allclose(loss, F.cross_entropy(draw_normal(3, 4), torch.arange(3)))
     assert not masked.any() and grad.isfinite().all()
 
 
@@ -203,6 +210,8 @@ def test_bad_input_is_refused_on_every_rank(name: str) -> None:
 def test_ids_outside_are_refused_on_every_rank(ids: tuple[int, int]) -> None:
     def body(world: World) -> None:
         with pytest.raises(IndexError):
-            vocabulary.embedding(torch.tensor(ids), torch.zeros(4, H), world.communicator(range(2), "x"), vocabulary=7)
+            vocabulary.sharded_embedding(
+                torch.tensor(ids), torch.zeros(4, H), world.communicator(range(2), "x"), vocabulary=7
+            )
 
     run_threads(2, body)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.step.workload import Workload as Benchmarked
+from benchmarks.step.workload import GPTWorkload as Benchmarked
 from examples.gpt.model import GPT, GPTConfig
 from npuzero.planner import ModelShape, from_config
-from npuzero.shard.build import units_of
-from npuzero.shard.discover import discover
+from npuzero.shard.build import get_unit_parameters
+from npuzero.shard.discover import discover_units
 
 #: As users have them; small, with the ratios of their kind.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,19 +78,21 @@ ALL = (*PLAIN, *CONFIGS)
 
 
 @dataclass(frozen=True)
-class Case:
+class ActivationCase:
     """A model to run, and the shape that the planner is given of it."""
 
     model: nn.Module
     shape: ModelShape
 
     @staticmethod
-    def of(name: str, dtype: torch.dtype = torch.float32, attention: str = "flash", recompute: bool = False) -> Case:
+    def of(
+        name: str, dtype: torch.dtype = torch.float32, attention: str = "flash", recompute: bool = False
+    ) -> ActivationCase:
         """Make it by its name, in training, on the CPU."""
         if name in PLAIN:
             with torch.device("meta"):
                 meta = PLAIN[name]()
-            model, shape = PLAIN[name](), ModelShape(name, units_of(meta), module=lambda: meta)
+            model, shape = PLAIN[name](), ModelShape(name, get_unit_parameters(meta), module=lambda: meta)
         else:
             shape = from_config(CONFIGS[name], name)
             assert shape.module is not None
@@ -100,8 +102,8 @@ class Case:
                 model.set_attn_implementation("eager")
         model = model.to(dtype).train()
         if recompute:
-            recomputing(model)
-        return Case(model, shape)
+            enable_recomputation(model)
+        return ActivationCase(model, shape)
 
     def loss(self, ids: Tensor) -> Tensor:
         """Return the loss of tokens, int64[B, T]."""
@@ -112,22 +114,22 @@ class Case:
         return loss
 
 
-def recomputing(model: nn.Module) -> None:
+def enable_recomputation(model: nn.Module) -> None:
     """Have each block keep its inputs alone, as users have it: the model's own way, or torch's."""
     if hasattr(model, "gradient_checkpointing_enable"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer releases know it by another name, too
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
-    for spec in discover(model)[1:]:
-        spec.module.forward = checkpointed(spec.module.forward)  # type: ignore[method-assign]
+    for spec in discover_units(model)[1:]:
+        spec.module.forward = checkpoint_forward(spec.module.forward)  # type: ignore[method-assign]
 
 
-def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def checkpoint_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the forward of a block of which only the inputs are kept."""
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
-def tokens(micro_batch: int, sequence: int) -> Tensor:
+def random_tokens(micro_batch: int, sequence: int) -> Tensor:
     """Return int64[B, T], of the first 256 of any vocabulary."""
     return torch.randint(0, 256, (micro_batch, sequence), generator=torch.Generator().manual_seed(0))

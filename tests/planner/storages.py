@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Storages(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Count the storages that ops make under it and that are not freed yet, and the most that there were.
 
     What an op takes within and gives back (the scratch memory of a kernel) is not seen.
@@ -51,14 +51,14 @@ class Storages(TorchDispatchMode):
         self.now += nbytes
 
 
-def peak_of(step: Any) -> int:
+def measure_peak_storage(step: Any) -> int:
     """Return the most bytes of tensors that live at a time while ``step()`` runs, beside those that lived before."""
-    with Storages() as storages:
+    with StorageCounter() as storages:
         step()
     return storages.most
 
 
-def dropping(parameters: Any) -> None:
+def drop_unit_gradients(parameters: Any) -> None:
     """Have the gradients of ``parameters``, those of one unit, dropped once the last of them is there."""
     own = list(parameters)
     arrived: list[Tensor] = []
@@ -74,6 +74,6 @@ def dropping(parameters: Any) -> None:
         parameter.register_post_accumulate_grad_hook(drop)
 
 
-def zeros(*shape: int) -> Tensor:
+def zero_tokens(*shape: int) -> Tensor:
     """Return tokens, all of them the first of the vocabulary."""
     return torch.zeros(*shape, dtype=torch.long)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from npuzero.planner.memory import activation_bytes
-from npuzero.planner.workload import workload
-from npuzero.shard.discover import discover
-from planner.activating import ALL, CONFIGS, Case, tokens
-from planner.storages import dropping, peak_of
+from npuzero.planner.workload import measure_workload
+from npuzero.shard.discover import discover_units
+from planner.activating import ALL, CONFIGS, ActivationCase, random_tokens
+from planner.storages import drop_unit_gradients, measure_peak_storage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -26,12 +26,12 @@ pytestmark = [
 MICRO_BATCH, SEQUENCE = 2, 192
 
 
-def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENCE) -> int:
-    for spec in discover(case.model):
-        dropping(parameter for _, parameter in spec.parameters)
-    ids = tokens(micro_batch, sequence)
+def measure_activations(case: ActivationCase, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENCE) -> int:
+    for spec in discover_units(case.model):
+        drop_unit_gradients(parameter for _, parameter in spec.parameters)
+    ids = random_tokens(micro_batch, sequence)
     case.loss(ids).backward()  # what libraries keep from their first call is not this step's
-    return peak_of(lambda: case.loss(ids).backward())
+    return measure_peak_storage(lambda: case.loss(ids).backward())
 
 
 @pytest.mark.checkered
@@ -45,31 +45,31 @@ def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENC
     ],
 )
 def test_the_peak_of_a_step_is_predicted(name, attention, recompute):
-    case = Case.of(name, attention=attention, recompute=recompute)
-    work = workload(case.shape, SEQUENCE, MICRO_BATCH, attention, torch.float32, cpu=True)
-    assert activation_bytes(work, recompute) == pytest.approx(measured(case), rel=0.001)
+    case = ActivationCase.of(name, attention=attention, recompute=recompute)
+    work = measure_workload(case.shape, SEQUENCE, MICRO_BATCH, attention, torch.float32, cpu=True)
+    assert activation_bytes(work, recompute) == pytest.approx(measure_activations(case), rel=0.001)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
 def test_it_is_in_16_bits(name, recompute):
-    case = Case.of(name, torch.bfloat16, recompute=recompute)
-    work = workload(case.shape, SEQUENCE, MICRO_BATCH, dtype=torch.bfloat16, cpu=True)
+    case = ActivationCase.of(name, torch.bfloat16, recompute=recompute)
+    work = measure_workload(case.shape, SEQUENCE, MICRO_BATCH, dtype=torch.bfloat16, cpu=True)
     # The CPU keeps the statistics of a LayerNorm in bfloat16, accelerators and meta in float32.
-    assert activation_bytes(work, recompute) == pytest.approx(measured(case), rel=0.01)
+    assert activation_bytes(work, recompute) == pytest.approx(measure_activations(case), rel=0.01)
 
 
 @pytest.mark.parametrize(("micro_batch", "sequence"), [(1, 64), (3, 160)])
 def test_it_follows_the_tokens(micro_batch, sequence):
-    case = Case.of("llama")
-    work = workload(case.shape, sequence, micro_batch, dtype=torch.float32, cpu=True)
-    assert activation_bytes(work) == pytest.approx(measured(case, micro_batch, sequence), rel=0.001)
+    case = ActivationCase.of("llama")
+    work = measure_workload(case.shape, sequence, micro_batch, dtype=torch.float32, cpu=True)
+    assert activation_bytes(work) == pytest.approx(measure_activations(case, micro_batch, sequence), rel=0.001)
 
 
 def test_recomputation_takes_less_and_flash_attention_too():
-    shape = Case.of("llama").shape
+    shape = ActivationCase.of("llama").shape
     peak = {
-        (attention, recompute): activation_bytes(workload(shape, 512, 2, attention), recompute)
+        (attention, recompute): activation_bytes(measure_workload(shape, 512, 2, attention), recompute)
         for attention in ("flash", "plain")
         for recompute in (False, True)
     }
@@ -78,8 +78,8 @@ def test_recomputation_takes_less_and_flash_attention_too():
 
 
 def test_more_sequences_take_more():
-    shape = Case.of("gpt2").shape
-    sizes = [partial(activation_bytes, workload(shape, 64, count)) for count in (1, 2, 3, 4)]
+    shape = ActivationCase.of("gpt2").shape
+    sizes = [partial(activation_bytes, measure_workload(shape, 64, count)) for count in (1, 2, 3, 4)]
     for recompute in (False, True):
         found = [size(recompute) for size in sizes]
         assert found == sorted(found) and found[0] < found[-1]

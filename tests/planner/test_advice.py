@@ -16,8 +16,8 @@ from npuzero import comm
 from npuzero.errors import ConfigError, StateError
 from npuzero.plan import NODE, OFFLOADED
 from npuzero.planner import Cluster, from_size
-from npuzero.planner.advice import advise, between_nodes, shape_of, told
-from npuzero.planner.cluster import Device, Link
+from npuzero.planner.advice import advise, build_model_shape, bytes_between_nodes, format_estimate
+from npuzero.planner.cluster import DeviceSpec, LinkSpec
 from npuzero.planner.search import Choices
 
 GIB = 2**30
@@ -31,14 +31,14 @@ LLAMA = {
 }
 
 
-def cluster(ranks: int = 8, local: int = 4, gib: float = 64.0, host_gib: float = 64.0) -> Cluster:
+def advice_cluster(ranks: int = 8, local: int = 4, gib: float = 64.0, host_gib: float = 64.0) -> Cluster:
     rates = {"local": 1e11, "node": 1e10, "host": 2e10, "disk_read": 2e9, "disk_write": 2e9}
-    device = Device({"bf16": 3e14, "fp32": 2e13}, 0.6, int(gib * GIB), 1e12)
-    links = {level: Link(rate, 1e-5) for level, rate in rates.items()}
+    device = DeviceSpec({"bf16": 3e14, "fp32": 2e13}, 0.6, int(gib * GIB), 1e12)
+    links = {level: LinkSpec(rate, 1e-5) for level, rate in rates.items()}
     return Cluster("made up", device, links, local, ranks, host_memory_bytes=int(host_gib * GIB))
 
 
-class Tiny(nn.Module):
+class TinyLanguageModel(nn.Module):
     """A language model: int64[B, T] -> logits [B, T, 96]."""
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class Tiny(nn.Module):
 
 
 @functools.cache
-def of_7b(nodes: int = 1):
+def advise_7b(nodes: int = 1):
     return advise(from_size(7 * 10**9), f"{8 * nodes}x910b-64g", seq=4096, tokens_per_step=nodes * 2**19)
 
 
 def test_the_answer_comes_first():
-    advice = of_7b()
+    advice = advise_7b()
     best, run = advice.best, advice.best.run
     limit = best.job.cluster.device.memory_bytes
     found = re.fullmatch(
@@ -82,21 +82,21 @@ def test_the_answer_comes_first():
 
 
 def test_it_says_why():
-    text = str(of_7b())
+    text = str(advise_7b())
     assert "A step takes" in text
     assert "busy in it: compute" in text
     assert re.search(r"- Next: [\w.-]+ -\d+\.\d%", text), "others, and how much slower they are"
     assert "Recomputation would take" in text
     assert "zero0: too much memory" in text
-    others = [each.tokens_per_s for each in of_7b().others]
+    others = [each.tokens_per_s for each in advise_7b().others]
     assert others == sorted(others, reverse=True)
-    assert others[0] <= of_7b().best.tokens_per_s
+    assert others[0] <= advise_7b().best.tokens_per_s
 
 
 def test_over_several_nodes_it_says_what_goes_between_them():
-    advice = of_7b(2)
+    advice = advise_7b(2)
     by_name = {each.run.plan.name: each for each in reversed(advice.found.fitting) if each.run.plan.local_size is None}
-    hpz, zero3 = between_nodes(by_name["hpz"]), between_nodes(by_name["zero3"])
+    hpz, zero3 = bytes_between_nodes(by_name["hpz"]), bytes_between_nodes(by_name["zero3"])
     assert 0 < hpz < zero3
     line = next(line for line in str(advice).splitlines() if "between nodes" in line)
     assert f"hpz {hpz / GIB:.3g}" in line
@@ -117,7 +117,7 @@ def test_13b_on_one_gpu_says_what_would_make_it_fit():
     for way in advice.ways_out:
         estimate = way.estimate
         assert not any(estimate.over(advice.choices.spare).values())
-        assert f"With {way.what}: {told(estimate)}." in str(advice)
+        assert f"With {way.what}: {format_estimate(estimate)}." in str(advice)
     devices = next(way.estimate.job.cluster.ranks for way in advice.ways_out if "devices" in way.what)
     assert devices == 4
     half = advise(from_size(13 * 10**9), "2xa100-80g", seq=2048, tokens_per_step=2**17)
@@ -127,16 +127,16 @@ def test_13b_on_one_gpu_says_what_would_make_it_fit():
 @pytest.mark.parametrize(("gib", "bits"), [(18, "bf16-split"), (16, "bf16-stochastic"), (12, "bf16-8bit")])
 def test_fewer_bits_are_a_way_out_where_they_do(gib, bits):
     model = from_size(10**9)
-    advice = advise(model, cluster(1, 1, gib=gib), seq=512, tokens_per_step=2**14)
+    advice = advise(model, advice_cluster(1, 1, gib=gib), seq=512, tokens_per_step=2**14)
     assert f", or {bits}, or states on the host" in advice.answer
     way = next(way for way in advice.ways_out if way.what == bits)
-    again = advise(model, cluster(1, 1, gib=gib), seq=512, tokens_per_step=2**14, precision=bits)
+    again = advise(model, advice_cluster(1, 1, gib=gib), seq=512, tokens_per_step=2**14, precision=bits)
     assert again.best.run == way.estimate.run
     assert again.best.arguments()["precision"] == bits
 
 
 def test_two_changes_together_where_no_single_one_does():
-    alone = cluster(1, 1, gib=4, host_gib=11)
+    alone = advice_cluster(1, 1, gib=4, host_gib=11)
     alone = dataclasses.replace(alone, links={"host": alone.links["host"]})  # and no disk, and nobody beside it
     advice = advise(from_size(10**9), alone, seq=128, tokens_per_step=2**12)
     assert [way.what for way in advice.ways_out] == ["bf16-8bit and states on the host"], advice.answer
@@ -144,14 +144,14 @@ def test_two_changes_together_where_no_single_one_does():
 
 def test_what_is_ruled_out_is_a_way_out():
     choices = Choices(presets=("zero3",), recompute=(False,), micro_batches=(4,))
-    advice = advise(from_size(10**9), cluster(8, 8, gib=16), seq=2048, tokens_per_step=2**20, choices=choices)
+    advice = advise(from_size(10**9), advice_cluster(8, 8, gib=16), seq=2048, tokens_per_step=2**20, choices=choices)
     assert {"recomputation", "a smaller micro-batch"} <= {way.what for way in advice.ways_out}
-    plain = advise(from_size(10**9, ranks=16), cluster(8, 8, gib=6), seq=4096, attention="plain")
+    plain = advise(from_size(10**9, ranks=16), advice_cluster(8, 8, gib=6), seq=4096, attention="plain")
     assert "flash attention would" in plain.answer
 
 
 def test_where_nothing_would_do_it_says_so():
-    advice = advise(from_size(10**11), cluster(1, 1, gib=0.25, host_gib=1), seq=128, tokens_per_step=2**12)
+    advice = advise(from_size(10**11), advice_cluster(1, 1, gib=0.25, host_gib=1), seq=128, tokens_per_step=2**12)
     assert not advice.ways_out
     assert "Does not fit" in str(advice)
     assert "many more devices, or a smaller model" in str(advice)
@@ -163,27 +163,27 @@ def test_models_come_as_modules_values_and_files(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    of_values, of_file, of_text = (advise(each, cluster(), seq=64) for each in (LLAMA, path, str(path)))
+    of_values, of_file, of_text = (advise(each, advice_cluster(), seq=64) for each in (LLAMA, path, str(path)))
     assert of_values.best.run == of_file.best.run == of_text.best.run
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
-    assert advise(module, cluster(), seq=64).best.memory == of_values.best.memory
+    assert advise(module, advice_cluster(), seq=64).best.memory == of_values.best.memory
 
 
 def test_a_module_is_left_as_it_is():
-    model = Tiny()
+    model = TinyLanguageModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    shape = shape_of(model)
+    shape = build_model_shape(model)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert all(value.is_meta for value in shape.module().state_dict().values())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def trained(world, advice):
+def train_as_advised(world, advice):
     """Train as advised, and return what the rank sent and held, measured."""
-    model = npuzero.zero(Tiny(), world=world, **advice.best.arguments())
+    model = npuzero.zero(TinyLanguageModel(), world=world, **advice.best.arguments())
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     run = advice.best.run
     for _ in range(3):
@@ -209,9 +209,11 @@ def trained(world, advice):
     ids=["alone", "two", "zero3", "groups", "offload"],
 )
 def test_zero_takes_the_arguments_and_reports_what_was_predicted(ranks, choices):
-    advice = advise(Tiny(), cluster(ranks, ranks), seq=16, tokens_per_step=16 * ranks * 4, choices=choices)
+    advice = advise(
+        TinyLanguageModel(), advice_cluster(ranks, ranks), seq=16, tokens_per_step=16 * ranks * 4, choices=choices
+    )
     best = advice.best
-    for report in comm.run_threads(ranks, lambda world: trained(world, advice)):
+    for report in comm.run_threads(ranks, lambda world: train_as_advised(world, advice)):
         assert report.held == best.report.held
         assert report.bytes_sent == best.report.bytes_sent
         assert report.sent_along == best.report.sent_along
@@ -220,13 +222,13 @@ def test_zero_takes_the_arguments_and_reports_what_was_predicted(ranks, choices)
 
 def test_plans_off_the_device_are_advised_if_asked_for():
     choices = Choices(presets=OFFLOADED)
-    advice = advise(from_size(10**9), cluster(1, 1, gib=16), seq=512, tokens_per_step=2**14, choices=choices)
+    advice = advise(from_size(10**9), advice_cluster(1, 1, gib=16), seq=512, tokens_per_step=2**14, choices=choices)
     assert advice.best.run.plan.name in OFFLOADED
     assert "GiB on host" in advice.answer
 
 
 def test_without_tokens_the_batch_is_what_fits():
-    small, large = (advise(from_size(10**9), cluster(8, 8, gib=gib), seq=2048) for gib in (24, 64))
+    small, large = (advise(from_size(10**9), advice_cluster(8, 8, gib=gib), seq=2048) for gib in (24, 64))
     assert small.best.run.micro_batches == 1
     assert small.best.tokens_per_s <= large.best.tokens_per_s
 
@@ -259,14 +261,14 @@ def test_what_cannot_be_is_refused(arguments, options, words):
 def test_a_sharded_model_is_refused():
     def refused(world: comm.World) -> str:
         with pytest.raises(StateError) as error:
-            advise(npuzero.zero(Tiny(), stage=3, world=world), cluster(), seq=16)
+            advise(npuzero.zero(TinyLanguageModel(), stage=3, world=world), advice_cluster(), seq=16)
         return str(error.value)
 
     assert "has not seen" in comm.run_threads(1, refused)[0]
 
 
 def test_it_is_the_same_each_time():
-    first, again = (advise(from_size(10**9), cluster(), seq=512, tokens_per_step=2**16) for _ in range(2))
+    first, again = (advise(from_size(10**9), advice_cluster(), seq=512, tokens_per_step=2**16) for _ in range(2))
     assert str(first) == str(again)
     assert dataclasses.replace(first.best, job=again.best.job, work=again.best.work) == dataclasses.replace(
         again.best, timeline=first.best.timeline

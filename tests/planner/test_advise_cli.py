@@ -7,7 +7,7 @@ import json
 import pytest
 
 from npuzero.cli import main
-from npuzero.cli.table import quantity
+from npuzero.cli.table import format_bytes
 from npuzero.planner import Cluster, from_size
 from npuzero.planner.advice import advise
 
@@ -49,7 +49,7 @@ def test_the_table_shows_the_alternatives_and_what_they_send_between_nodes(said)
     header = next(line for line in text.splitlines() if line.startswith("plan "))
     assert all(word in header for word in ("between nodes", "inside nodes", "tokens/s", "bound"))
     for each in (facts["best"], *facts["others"]):
-        cells = [quantity(each["memory"]["device"]), quantity(each["bytes_sent_by_level"]["node"])]
+        cells = [format_bytes(each["memory"]["device"]), format_bytes(each["bytes_sent_by_level"]["node"])]
         batch = f"{each['micro_batch']} × {each['micro_batches']}"
         rows = [line for line in text.splitlines() if line.startswith(each["plan"]) and f" {batch} " in line]
         assert any(all(cell in row for cell in cells) for row in rows), (each["plan"], batch)
@@ -113,7 +113,7 @@ def test_the_picture_has_activations_and_the_capacity(said, tmp_path, monkeypatc
     said(*SMALL, "--plot", tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     assert "activations" in drawn
-    assert f"a rank has {quantity(Cluster.named('a100-80g').device.memory_bytes)}" in drawn
+    assert f"a rank has {format_bytes(Cluster.named('a100-80g').device.memory_bytes)}" in drawn
 
 
 def test_a_file_is_given_by_its_place_or_by_config(said, tmp_path):

@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import npuzero
-from npuzero.bench.cluster import cluster_of
-from npuzero.bench.probes import Decoder, Probes, Sizes, counted, levels
+from npuzero.bench.cluster import build_cluster
+from npuzero.bench.probes import ProbeDecoder, ProbeRank, ProbeSizes, count_decoder_work, ranks_by_level
 from npuzero.cli import main
-from npuzero.planner import Cluster, Link
+from npuzero.planner import Cluster, LinkSpec
 
 PEAK = {"bf16": 100e12, "fp32": 20e12}
 SUSTAINED, RAMP, WORK_BYTES, MEMORY = 0.6, 128.0, 0.5e12, 2e12
@@ -23,7 +23,7 @@ CONTENTION, HOST = 0.3, 25e9
 PLACE = {"kind": "cuda", "local": 8, "ranks": 16, "memory_bytes": 80 * 10**9, "host_bytes": 800 * 10**9}
 
 
-def machine() -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+def probed_machine() -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """What the probes of a machine of these numbers take, and are of."""
     seconds, facts = {}, {}
 
@@ -56,7 +56,7 @@ def machine() -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
 
 
 def test_a_machines_numbers_come_back_from_what_its_probes_take() -> None:
-    cluster = cluster_of(*machine(), PLACE, {"disk_read": Link(3e9)}, "measured, says the test")
+    cluster = build_cluster(*probed_machine(), PLACE, {"disk_read": LinkSpec(3e9)}, "measured, says the test")
     assert (cluster.ranks, cluster.local, cluster.nodes) == (16, 8, 2)
     assert (cluster.device.memory_bytes, cluster.host_memory_bytes) == (80 * 10**9, 100 * 10**9)
     assert cluster.device.flops == pytest.approx(PEAK, rel=1e-3)
@@ -77,12 +77,12 @@ def test_a_machines_numbers_come_back_from_what_its_probes_take() -> None:
 
 def test_an_unsteady_clock_gives_a_cluster_all_the_same() -> None:
     """More tokens take less time than few, passes less than products, a short message more than a long one."""
-    seconds, facts = machine()
+    seconds, facts = probed_machine()
     seconds["products/bf16/4"] = [0.5 * value for value in seconds["products/bf16/1"]]
     seconds["passes/bf16/1"] = [0.5 * value for value in seconds["products/bf16/1"]]
     seconds["local/all_reduce/short"] = [2 * value for value in seconds["local/all_reduce/long"]]
     seconds["beside/both"] = [0.9 * value for value in seconds["beside/compute"]]
-    cluster = cluster_of(seconds, facts, PLACE)
+    cluster = build_cluster(seconds, facts, PLACE)
     pace = cluster.device.pace("bf16")
     assert 0 < pace.sustained <= 1 and pace.ramp_tokens >= 0 and 0 < pace.bytes_per_s < float("inf")
     assert cluster.contention == 0
@@ -93,41 +93,44 @@ def test_an_unsteady_clock_gives_a_cluster_all_the_same() -> None:
     [(5, {"local": [4, 5, 6, 7], "node": [1, 5]}), (0, {"local": [0, 1, 2, 3], "node": [0, 4]})],
 )
 def test_levels_are_of_a_node_and_between_nodes(rank: int, found: dict[str, list[int]]) -> None:
-    assert levels(rank, 8, 4) == found
-    assert levels(0, 1, 1) == {}
-    assert levels(1, 2, 2) == {"local": [0, 1]}
+    assert ranks_by_level(rank, 8, 4) == found
+    assert ranks_by_level(0, 1, 1) == {}
+    assert ranks_by_level(1, 2, 2) == {"local": [0, 1]}
 
 
 def test_products_are_counted_as_shapes_have_them() -> None:
-    sizes = Sizes.of("cpu", quick=True)
+    sizes = ProbeSizes.of("cpu", quick=True)
     width, sequence, batch = sizes.width, sizes.sequence, 2
-    blocks = len(Decoder(sizes).blocks)
+    blocks = len(ProbeDecoder(sizes).blocks)
     linears = 2 * batch * sequence * width * (blocks * 12 * width + width)
     attention = blocks * 2 * 2 * batch * sequence**2 * width
-    found = counted(sizes, "fp32", batch)
+    found = count_decoder_work(sizes, "fp32", batch)
     assert found["flops"] == 3 * (linears + attention)
     assert found["tokens"] == batch * sequence
     assert found["nbytes"] > 4 * batch * sequence * width * blocks
 
 
 def test_products_alone_have_the_products_of_passes() -> None:
-    sizes = Sizes.of("cpu", quick=True)
+    sizes = ProbeSizes.of("cpu", quick=True)
     x = torch.randn(1, sizes.sequence, sizes.width)
     counts = []
-    for model, given in ((Decoder(sizes), torch.zeros(1, sizes.sequence, dtype=torch.long)), (Decoder(sizes, True), x)):
+    for model, given in (
+        (ProbeDecoder(sizes), torch.zeros(1, sizes.sequence, dtype=torch.long)),
+        (ProbeDecoder(sizes, True), x),
+    ):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as flops:
             model(given)
         counts.append(flops.get_total_flops())
-    assert counts[0] == counts[1] == counted(sizes, "fp32", 1)["flops"] / 3
+    assert counts[0] == counts[1] == count_decoder_work(sizes, "fp32", 1)["flops"] / 3
 
 
 def test_one_rank_has_no_collectives_to_measure() -> None:
     npuzero.init().close()  # the world of whatever ran here before, which had other times
-    probes = Probes("cpu", quick=True)
+    probes = ProbeRank("cpu", quick=True)
     try:
         assert not [name for name in probes.probes if name.startswith(("local", "node", "beside"))]
         seconds = {name: [probes.visit(name, 1)] for name in probes.probes}
-        cluster = cluster_of(seconds, probes.facts(), probes.place())
+        cluster = build_cluster(seconds, probes.facts(), probes.place())
     finally:
         probes.close()
     assert (cluster.ranks, set(cluster.links), cluster.contention) == (1, {"host"}, 0)

@@ -16,54 +16,54 @@ from hypothesis import strategies as st
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, Plan
-from npuzero.planner import Cluster, Job, ModelShape, Run, from_size
-from npuzero.planner.clock import Clock, step_time
-from npuzero.planner.cluster import Device, Link
-from npuzero.planner.workload import UnitWork, Workload
+from npuzero.planner import Cluster, ModelShape, TrainingJob, TrainingRun, from_size
+from npuzero.planner.clock import StepClock, step_time
+from npuzero.planner.cluster import DeviceSpec, LinkSpec
+from npuzero.planner.workload import ModelWorkload, UnitWork
 from npuzero.shard.build import ParameterFacts
 
 WIDTH, BLOCKS, TOKENS = 1024, 6, 2048
 PRESETS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "hpz", "hsdp", "zero++", "offload", "infinity", "delayed")
 
 
-def cluster(**numbers: float) -> Cluster:
+def two_node_cluster(**numbers: float) -> Cluster:
     """Two nodes of four made-up devices, slow enough that every link matters."""
     rates = {"flops": 1e14, "memory": 1e12, "local": 1e11, "node": 1e10, "host": 1e10, "disk": 2e9, **numbers}
     links = {
-        "local": Link(rates["local"], 5e-6),
-        "node": Link(rates["node"], 1e-5),
-        "host": Link(rates["host"], 1e-5),
-        "disk_read": Link(rates["disk"], 1e-4),
-        "disk_write": Link(rates["disk"], 1e-4),
+        "local": LinkSpec(rates["local"], 5e-6),
+        "node": LinkSpec(rates["node"], 1e-5),
+        "host": LinkSpec(rates["host"], 1e-5),
+        "disk_read": LinkSpec(rates["disk"], 1e-4),
+        "disk_write": LinkSpec(rates["disk"], 1e-4),
     }
-    device = Device({"bf16": rates["flops"], "fp32": rates["flops"] / 8}, 0.5, 64 * 2**30, rates["memory"])
+    device = DeviceSpec({"bf16": rates["flops"], "fp32": rates["flops"] / 8}, 0.5, 64 * 2**30, rates["memory"])
     return Cluster("made up", device, links, 4, 8)
 
 
-def model(blocks: int = BLOCKS, width: int = WIDTH) -> ModelShape:
+def decoder_shape(blocks: int = BLOCKS, width: int = WIDTH) -> ModelShape:
     root = [ParameterFacts("embed", torch.Size([8000, width])), ParameterFacts("head", torch.Size([8000, width]))]
     block = [ParameterFacts(f"{i}.weight", torch.Size([4 * width, width])) for i in range(3)]
     return ModelShape("decoder", [root, *([block] * blocks)])
 
 
-def work(shape: ModelShape, tokens: int = TOKENS) -> Workload:
+def decoder_workload(shape: ModelShape, tokens: int = TOKENS) -> ModelWorkload:
     def unit(parameters: list[ParameterFacts]) -> UnitWork:
         numel = sum(parameter.shape.numel() for parameter in parameters)
         return UnitWork(2.0 * numel * tokens, 40 * WIDTH * tokens, 60 * WIDTH * tokens, 0, 0, 0, 20)
 
-    return Workload(tuple(map(unit, shape.units)), 1, tokens)
+    return ModelWorkload(tuple(map(unit, shape.units)), 1, tokens)
 
 
-def timed(preset: str, on: Cluster, mesh: MeshShape | None = None, **facts: object):
-    shape = model()
-    run = Run(Plan.preset(preset, precision="bf16"), mesh or MeshShape(2, 4), **facts)
-    return step_time(Job(shape, on, TOKENS), run, work(shape))
+def time_decoder_step(preset: str, on: Cluster, mesh: MeshShape | None = None, **facts: object):
+    shape = decoder_shape()
+    run = TrainingRun(Plan.preset(preset, precision="bf16"), mesh or MeshShape(2, 4), **facts)
+    return step_time(TrainingJob(shape, on, TOKENS), run, decoder_workload(shape))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 7])
 def test_the_parts_are_the_step_and_no_lane_is_busier_than_it(preset, micro_batches):
-    timeline = timed(preset, cluster(), micro_batches=micro_batches)
+    timeline = time_decoder_step(preset, two_node_cluster(), micro_batches=micro_batches)
     assert sum(timeline.parts.values()) == pytest.approx(timeline.step_s, rel=1e-9)
     assert max(timeline.busy.values()) <= timeline.step_s * (1 + 1e-9)
     assert timeline.busy["compute"] > 0
@@ -72,7 +72,7 @@ def test_the_parts_are_the_step_and_no_lane_is_busier_than_it(preset, micro_batc
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_lanes_never_overlap_themselves(preset, overlap):
-    timeline = timed(preset, cluster(), micro_batches=4, settings=Settings(overlap=overlap))
+    timeline = time_decoder_step(preset, two_node_cluster(), micro_batches=4, settings=Settings(overlap=overlap))
     lanes = defaultdict(list)
     for span in timeline.spans:
         # What compute waits for is in its lane, too.
@@ -98,14 +98,14 @@ def test_lanes_never_overlap_themselves(preset, overlap):
 def test_nothing_faster_makes_a_step_slower(preset, micro_batches, recompute, overlap, what, slow, faster):
     usual = {"flops": 1e14, "memory": 1e12, "local": 1e11, "node": 1e10, "host": 1e10, "disk": 2e9}[what]
     facts = {"micro_batches": micro_batches, "recompute": recompute, "settings": Settings(overlap=overlap)}
-    before = timed(preset, cluster(**{what: slow * usual}), **facts)
-    after = timed(preset, cluster(**{what: slow * usual * faster}), **facts)
+    before = time_decoder_step(preset, two_node_cluster(**{what: slow * usual}), **facts)
+    after = time_decoder_step(preset, two_node_cluster(**{what: slow * usual * faster}), **facts)
     assert after.step_s <= before.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero++"])
 def test_a_world_of_one_sends_nothing(preset):
-    timeline = timed(preset, cluster(), MeshShape(1, 1), micro_batches=3)
+    timeline = time_decoder_step(preset, two_node_cluster(), MeshShape(1, 1), micro_batches=3)
     assert set(timeline.busy) == {"compute"}
     assert not [part for part in timeline.parts if part.startswith("wait")]
     assert timeline.parts["contention"] == 0
@@ -113,9 +113,9 @@ def test_a_world_of_one_sends_nothing(preset):
 
 def test_compute_alone_is_its_arithmetic():
     """One rank, two passes with recomputation: FLOPs over the sustained peak, bytes over memory."""
-    on, shape = cluster(), model()
-    timeline = timed("zero0", on, MeshShape(1, 1), micro_batches=2, recompute=True)
-    counted, passes = work(shape), 2
+    on, shape = two_node_cluster(), decoder_shape()
+    timeline = time_decoder_step("zero0", on, MeshShape(1, 1), micro_batches=2, recompute=True)
+    counted, passes = decoder_workload(shape), 2
     blocks = counted.units[1:]
     products = passes * 3 * sum(unit.flops for unit in counted.units) / 0.5e14
     again = passes * sum(unit.flops / 0.5e14 + unit.forward_bytes / 1e12 for unit in blocks)
@@ -129,11 +129,11 @@ def test_compute_alone_is_its_arithmetic():
 
 
 def test_without_overlap_collectives_add_up():
-    apart = timed("zero3", cluster(), settings=Settings(overlap=False))
+    apart = time_decoder_step("zero3", two_node_cluster(), settings=Settings(overlap=False))
     sent = sum(seconds for lane, seconds in apart.busy.items() if lane != "compute")
     assert apart.parts["contention"] == pytest.approx(0, abs=1e-12)
     assert apart.step_s == pytest.approx(apart.busy["compute"] + sent, rel=1e-9)
-    assert timed("zero3", cluster()).step_s < apart.step_s
+    assert time_decoder_step("zero3", two_node_cluster()).step_s < apart.step_s
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,21 @@ def test_without_overlap_collectives_add_up():
 )
 def test_a_step_is_bound_by_what_is_slow(numbers, preset, bound):
     if preset == "zero1.5":  # a node that is no faster than its links: the ring's wires within nodes bound it
-        timeline = timed(preset, cluster(**numbers), MeshShape(1, 4))
+        timeline = time_decoder_step(preset, two_node_cluster(**numbers), MeshShape(1, 4))
         assert timeline.bound == "local link"
         return
-    assert timed(preset, cluster(**numbers)).bound == bound
+    assert time_decoder_step(preset, two_node_cluster(**numbers)).bound == bound
 
 
 def test_many_micro_batches_are_each_played():
     """What is like what was before is not played again; it takes as long as if it were."""
     for preset in ("zero1", "zero3", "offload"):
-        few, more, most = (timed(preset, cluster(), micro_batches=n).step_s for n in (20, 21, 60))
+        few, more, most = (time_decoder_step(preset, two_node_cluster(), micro_batches=n).step_s for n in (20, 21, 60))
         assert most - more == pytest.approx(39 * (more - few), rel=1e-6)
 
 
 def test_a_trace_has_the_form_of_a_runs_own(tmp_path):
-    timeline = timed("zero3", cluster(), micro_batches=2)
+    timeline = time_decoder_step("zero3", two_node_cluster(), micro_batches=2)
     timeline.write_trace(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text("utf-8"))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -174,10 +174,10 @@ def test_a_trace_has_the_form_of_a_runs_own(tmp_path):
 
 def test_a_steps_time_is_there_at_once():
     shape = from_size(7 * 10**9)
-    counted = work(shape)
-    clock = Clock(Job(shape, cluster(), TOKENS))
+    counted = decoder_workload(shape)
+    clock = StepClock(TrainingJob(shape, two_node_cluster(), TOKENS))
     for preset in ("zero1", "zero3"):
-        run = Run(Plan.preset(preset, precision="bf16"), MeshShape(2, 4), micro_batches=16)
+        run = TrainingRun(Plan.preset(preset, precision="bf16"), MeshShape(2, 4), micro_batches=16)
         clock.time(run, counted)
         begin = time.process_time()
         for count in (16, 17, 18, 19):
@@ -186,7 +186,7 @@ def test_a_steps_time_is_there_at_once():
 
 
 def test_work_of_another_model_is_refused():
-    shape = model()
-    job = Job(shape, cluster(), TOKENS)
+    shape = decoder_shape()
+    job = TrainingJob(shape, two_node_cluster(), TOKENS)
     with pytest.raises(ConfigError, match="7 units"):
-        step_time(job, Run(Plan.preset("zero3"), MeshShape(2, 4)), work(model(blocks=2)))
+        step_time(job, TrainingRun(Plan.preset("zero3"), MeshShape(2, 4)), decoder_workload(decoder_shape(blocks=2)))

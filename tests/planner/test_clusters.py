@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from npuzero.errors import ConfigError
-from npuzero.planner import Cluster, Device, Link
+from npuzero.planner import Cluster, DeviceSpec, LinkSpec
 
 NAMES = Cluster.names()
 
 
-def numbers(tree: dict, path: str = "") -> list[str]:
+def number_paths(tree: dict, path: str = "") -> list[str]:
     """Paths of all numbers of a JSON object."""
     found = []
     for key, value in tree.items():
         where = f"{path}{key}"
         if isinstance(value, dict):
-            found += numbers(value, f"{where}.")
+            found += number_paths(value, f"{where}.")
         elif not isinstance(value, str):
             found.append(where)
     return found
@@ -35,7 +35,7 @@ def test_each_number_has_its_source_and_each_source_its_number(name: str):
     tree = Cluster.named(name).as_dict()
     sources = tree.pop("sources")
     del tree["ranks"]  # how many one asks for
-    assert set(numbers(tree)) == set(sources)
+    assert set(number_paths(tree)) == set(sources)
     assert all(len(text) > 10 or text == "unsourced: estimate" for text in sources.values())
 
 
@@ -121,10 +121,10 @@ def test_a_file_needs_no_more_than_was_measured(tmp_path: Path):
         cluster.with_ranks(2, local=2)
 
 
-def changed(tree: dict, path: str, value: object) -> dict:
+def change_tree_value(tree: dict, path: str, value: object) -> dict:
     """The object with another value at a path; of None nothing is left there."""
     key, _, rest = path.partition(".")
-    inner = changed(tree.get(key, {}), rest, value) if rest else value
+    inner = change_tree_value(tree.get(key, {}), rest, value) if rest else value
     return {**tree, key: inner} if inner is not None else {k: v for k, v in tree.items() if k != key}
 
 
@@ -162,7 +162,7 @@ def changed(tree: dict, path: str, value: object) -> dict:
     ],
 )
 def test_a_file_that_cannot_be_is_refused(path: str, value: object, words: str, tmp_path: Path):
-    tree = changed(Cluster.named("64xa100-80g").as_dict(), path, value)
+    tree = change_tree_value(Cluster.named("64xa100-80g").as_dict(), path, value)
     (tmp_path / "mine.json").write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match=r".") as caught:
         Cluster.load(tmp_path / "mine.json")
@@ -171,18 +171,18 @@ def test_a_file_that_cannot_be_is_refused(path: str, value: object, words: str, 
 
 def test_who_builds_one_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="above 0"):
-        Link(-1.0)
+        LinkSpec(-1.0)
     with pytest.raises(ConfigError, match="from 0"):
-        Link(1e9, -1.0)
+        LinkSpec(1e9, -1.0)
     with pytest.raises(ConfigError, match="up to 1"):
-        Device({"bf16": 1e12}, 2.0, 1 << 30, 1e12)
+        DeviceSpec({"bf16": 1e12}, 2.0, 1 << 30, 1e12)
     with pytest.raises(ConfigError, match="keys among"):
         Cluster.named("a100-80g").device.flops_per_s("fp8")
 
 
 def test_a_link_of_its_own_says_so():
     cluster = Cluster.named("16xa100-80g").with_link("node", bytes_per_s=12.5e9)
-    assert cluster.links["node"] == Link(12.5e9, Cluster.named("a100-80g").links["node"].latency_s)
+    assert cluster.links["node"] == LinkSpec(12.5e9, Cluster.named("a100-80g").links["node"].latency_s)
     assert cluster.sources["links.node.bytes_per_s"] == "given by the caller"
     with pytest.raises(ConfigError, match="Did you mean 'node'"):
         cluster.with_link("nodes", bytes_per_s=1e9)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from npuzero import MeshShape
 from npuzero.errors import ConfigError
-from npuzero.plan import PRESETS, FlatSize, Plan, Step, axis_bytes, predict_bytes, ring_bytes, steady_step
+from npuzero.plan import PRESETS, FlatSize, Plan, StepSpec, axis_bytes, predict_bytes, ring_bytes, steady_step
 from npuzero.planner import Cluster
 from npuzero.planner.network import (
     VERBS,
     collective_bytes,
     collective_s,
-    group_of,
+    find_group_placement,
     level_bytes,
-    step_bytes,
+    step_bytes_by_level,
 )
 
 AXES = ("pipe", "pod", "node", "local", "tensor")
@@ -29,7 +29,7 @@ LOCAL, NODE = A100.links["local"], A100.links["node"]
 
 
 @st.composite
-def settings_of(draw, most: int = 1 << 15) -> tuple[Cluster, MeshShape, tuple[str, ...]]:
+def draw_mesh_cluster(draw, most: int = 1 << 15) -> tuple[Cluster, MeshShape, tuple[str, ...]]:
     """A mesh of at most so many ranks, its cluster, and some of its axes."""
     sizes: dict[str, int] = {}
     for axis in draw(st.permutations(AXES)):
@@ -41,7 +41,7 @@ def settings_of(draw, most: int = 1 << 15) -> tuple[Cluster, MeshShape, tuple[st
     return A100.with_ranks(mesh.world, local), mesh, tuple(chosen)
 
 
-def groups(mesh: MeshShape, axes: tuple[str, ...]) -> list[list[int]]:
+def axis_rank_groups(mesh: MeshShape, axes: tuple[str, ...]) -> list[list[int]]:
     """The ranks of each group along these axes."""
     found = defaultdict(list)
     for rank in range(mesh.world):
@@ -50,14 +50,14 @@ def groups(mesh: MeshShape, axes: tuple[str, ...]) -> list[list[int]]:
     return list(found.values())
 
 
-@given(settings_of(most=1024))
+@given(draw_mesh_cluster(most=1024))
 @settings(max_examples=150, deadline=None)
 def test_a_group_has_on_a_node_as_many_ranks_as_counting_finds(drawn):
     cluster, mesh, axes = drawn
-    group = group_of(cluster, mesh, axes)
+    group = find_group_placement(cluster, mesh, axes)
     counted = [
         [sum(rank // cluster.local == node for rank in ranks) for node in {rank // cluster.local for rank in ranks}]
-        for ranks in groups(mesh, axes)
+        for ranks in axis_rank_groups(mesh, axes)
     ]
     assert group.size == mesh.size(axes)
     assert group.within <= min(max(of_one) for of_one in counted)  # never more than a group has
@@ -66,7 +66,7 @@ def test_a_group_has_on_a_node_as_many_ranks_as_counting_finds(drawn):
     assert group.nodes > 1 or all(len(of_one) == 1 for of_one in counted)
 
 
-@given(settings_of(), st.sampled_from(sorted(set(VERBS) - {"send"})), st.integers(0, 1 << 40))
+@given(draw_mesh_cluster(), st.sampled_from(sorted(set(VERBS) - {"send"})), st.integers(0, 1 << 40))
 @settings(max_examples=200, deadline=None)
 def test_levels_together_are_the_bytes_of_the_collective(drawn, verb: str, nbytes: int):
     cluster, mesh, axes = drawn
@@ -74,7 +74,7 @@ def test_levels_together_are_the_bytes_of_the_collective(drawn, verb: str, nbyte
     assert sum(sent.values()) == ring_bytes(verb, nbytes, mesh.size(axes))
     assert sum(sent.values()) == sum(axis_bytes(verb, nbytes, mesh.sizes(axes)).values())
     assert all(n > 0 for n in sent.values())
-    assert ("node" not in sent) or group_of(cluster, mesh, axes).nodes > 1
+    assert ("node" not in sent) or find_group_placement(cluster, mesh, axes).nodes > 1
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -82,11 +82,11 @@ def test_levels_together_are_the_bytes_of_the_collective(drawn, verb: str, nbyte
 def test_levels_of_a_step_together_are_what_predict_says(preset: str, world: int, local: int):
     flats = [FlatSize(unit, numel, torch.bfloat16) for unit, numel in enumerate((1 << 20, 3 << 20, 3 << 20))]
     mesh, plan = MeshShape(world // local, local), Plan.preset(preset, precision="bf16")
-    step, cluster = Step(9, clip=True), A100.with_ranks(world, local)
+    step, cluster = StepSpec(9, clip=True), A100.with_ranks(world, local)
     report = predict_bytes(plan, flats, mesh, step)
     by_axis, by_ring = (
         level_bytes(report.sent_along, mesh, cluster),
-        step_bytes(cluster, mesh, steady_step(flats, plan, mesh, step)),
+        step_bytes_by_level(cluster, mesh, steady_step(flats, plan, mesh, step)),
     )
     assert sum(by_axis.values()) == sum(report.bytes_sent.values()) - report.bytes_sent["control"]
     assert sum(by_ring.values()) == sum(report.bytes_sent.values())
@@ -155,10 +155,10 @@ def test_a_send_goes_over_the_link_between_stages(local: int, level: str):
 def test_views_of_axes_have_their_place():
     mesh = MeshShape(node=2, local=8, tensor=2, pipe=2, sequence=4)
     cluster = A100.with_ranks(64)
-    assert group_of(cluster, mesh, ("sequence",)).nodes == 1  # eight neighbouring ranks
-    assert group_of(cluster, mesh, ("ends",)).nodes == 2
-    assert group_of(cluster, mesh, ("local",)).within == 4  # every other rank
-    assert group_of(cluster, mesh, ("node", "local")).within == 4
+    assert find_group_placement(cluster, mesh, ("sequence",)).nodes == 1  # eight neighbouring ranks
+    assert find_group_placement(cluster, mesh, ("ends",)).nodes == 2
+    assert find_group_placement(cluster, mesh, ("local",)).within == 4  # every other rank
+    assert find_group_placement(cluster, mesh, ("node", "local")).within == 4
 
 
 def test_two_of_a_full_mesh_have_one_wire_of_seven():
@@ -171,7 +171,7 @@ def test_two_of_a_full_mesh_have_one_wire_of_seven():
 
 
 @given(
-    settings_of(),
+    draw_mesh_cluster(),
     st.sampled_from(VERBS),
     st.integers(1, 1 << 36),
     st.sampled_from(["local", "node"]),

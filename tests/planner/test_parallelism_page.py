@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shown import outputs, written
+from benchmarks.shown import page_outputs, rewrite_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("parallelism.md", pytest.param("planner.md", marks=pytest.mark.slow))
@@ -41,7 +41,7 @@ print(6 * 7)
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_show_what_is_printed(page: str) -> None:
     text = (DOCS / page).read_text("utf-8")
-    assert written(text) == text, f"run: python -m benchmarks.shown docs/{page}"
+    assert rewrite_page(text) == text, f"run: python -m benchmarks.shown docs/{page}"
     assert text.count("```text") >= 3 and "```text\n```" not in text
 
 
@@ -50,16 +50,16 @@ def test_numbers_in_prose_are_printed_above(page: str) -> None:
     text = (DOCS / page).read_text("utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     prose = re.sub(r"arXiv:[\d.]+|\]\([^)]*\)|`[^`]*`", "", prose)
-    printed = outputs(text)
+    printed = page_outputs(text)
     assert [number for number in re.findall(r"\d+\.\d+", prose) if number not in printed] == []
 
 
 def test_a_page_is_written_from_what_it_runs() -> None:
-    page = written(ECHO.format("", "41\n"))
-    table, number = outputs(page).splitlines()[:-1], outputs(page).splitlines()[-1]
+    page = rewrite_page(ECHO.format("", "41\n"))
+    table, number = page_outputs(page).splitlines()[:-1], page_outputs(page).splitlines()[-1]
     assert number == "42"
     assert table and all(line.startswith(("zero0", "zero1")) for line in table)
-    assert "GiB" in table[0] and page == written(page)
+    assert "GiB" in table[0] and page == rewrite_page(page)
     rest = ECHO.format("", "").split("```text")
     assert rest[1].removeprefix("\n```") in page  # blocks without an output are not run, nor touched
 
@@ -67,4 +67,4 @@ def test_a_page_is_written_from_what_it_runs() -> None:
 @pytest.mark.parametrize("command", ["rm -rf x", "npuzero plan --parameters 0", "npuzero plan | wc"])
 def test_what_fails_or_is_no_command_is_an_error(command: str) -> None:
     with pytest.raises((ValueError, SystemExit)):
-        written(f"```sh\n{command}\n```\n\n```text\n```\n")
+        rewrite_page(f"```sh\n{command}\n```\n\n```text\n```\n")

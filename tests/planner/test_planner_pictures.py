@@ -17,7 +17,7 @@ from benchmarks import planner_pictures as pictures
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import STYLE
 from npuzero.planner import Cluster
-from npuzero.planner.published import Table
+from npuzero.planner.published import PublishedTable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,16 +29,16 @@ def styled() -> Iterator[None]:
     pictures.plt.close("all")
 
 
-def finding(figure: Figure) -> str:
+def planner_figure_title(figure: Figure) -> str:
     return str(figure.get_suptitle()).strip()
 
 
 def test_efficiency_is_the_papers_curves() -> None:
-    figure = pictures.efficiency_curves()
+    figure = pictures.draw_efficiency()
     # 0.9 / 0.1 * 70e12 over ait: s·b / 4 of two sequences of 1,024, and 24 h of a width of 2,048.
-    assert f"{9 * 70 / (1024 * 2 / 4):.2f} TB/s" in finding(figure) and f"{9 * 70e3 / (24 * 2048):.0f} GB/s" in finding(
+    assert f"{9 * 70 / (1024 * 2 / 4):.2f} TB/s" in planner_figure_title(
         figure
-    )
+    ) and f"{9 * 70e3 / (24 * 2048):.0f} GB/s" in planner_figure_title(figure)
     for axes, intensity in zip(figure.axes, (1024, 256, 24 * 2048), strict=True):
         rates, values = axes.get_lines()[0].get_data()
         half = min(range(len(rates)), key=lambda i: abs(values[i] - 50))
@@ -46,19 +46,19 @@ def test_efficiency_is_the_papers_curves() -> None:
 
 
 def test_scaling_has_a_dot_for_each_published_row() -> None:
-    figure = pictures.scaling()
-    table = Table.named("internevo")
+    figure = pictures.draw_scaling()
+    table = PublishedTable.named("internevo")
     published = {row.published for row in table.judged}
     dots = [line for line in figure.axes[0].get_lines() if line.get_marker() == "o"]
     assert len(dots) == len(pictures.SERIES)
     for line in dots:
         ranks, values = line.get_data()
         assert list(ranks) == [8, 16, 32, 64, 128, 256, 512, 1024] and set(values) <= published
-    assert re.search(r"cost \d+ % of the speed at 1,024 devices", finding(figure))
+    assert re.search(r"cost \d+ % of the speed at 1,024 devices", planner_figure_title(figure))
 
 
 def test_what_does_not_fit_is_said_and_has_no_speed() -> None:
-    figure = pictures.fits()
+    figure = pictures.draw_fits()
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == len(pictures.FIT_ROWS) * len(pictures.FIT_SIZES)
     misfits = [text for text in texts if text.endswith("too much")]
@@ -67,11 +67,11 @@ def test_what_does_not_fit_is_said_and_has_no_speed() -> None:
     limit = Cluster.named(pictures.FIT_ON).device.memory_bytes / 2**30
     assert all(int(found[2]) <= limit + 0.5 for found in fitting if found)
     fastest = max(int(found[1].replace(",", "")) for found in fitting if found)
-    assert f"{fastest:,} tokens/s" in finding(figure)
+    assert f"{fastest:,} tokens/s" in planner_figure_title(figure)
 
 
 def test_nobody_loses_more_than_a_late_rank_is_late_and_thin_wires_lose_least() -> None:
-    found = pictures.losses()
+    found = pictures.disturbance_losses()
     assert set(found) == set(pictures.SKEW_PRESETS)
     late = [each[-1] for each in found.values()]
     assert all(0.5 * pictures.SKEW_LATE < part <= pictures.SKEW_LATE * 1.000001 for part in late)
@@ -81,7 +81,7 @@ def test_nobody_loses_more_than_a_late_rank_is_late_and_thin_wires_lose_least() 
     assert between["zero0"] > 1.5 * between["zero2"] > 0
 
 
-def record(planned_s: float) -> Record:
+def planned_steps_record(planned_s: float) -> Record:
     seconds = {"npuzero zero3": [0.9, 1.0, 1.2]}
     parts = {
         "products": 0.7 * planned_s,
@@ -99,8 +99,8 @@ def record(planned_s: float) -> Record:
 
 
 def test_a_step_is_stacked_of_what_it_spends_beside_what_was_measured() -> None:
-    figure = pictures.step(record(0.95))
-    assert finding(figure) == "A planned step is within 5 % of the measured one"
+    figure = pictures.draw_planned_steps(planned_steps_record(0.95))
+    assert planner_figure_title(figure) == "A planned step is within 5 % of the measured one"
     *stacked, measured = figure.axes[0].patches
     assert sum(bar.get_height() for bar in stacked) == pytest.approx(950)
     assert measured.get_height() == pytest.approx(1000)

@@ -15,14 +15,14 @@ from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.parallel.schedule import schedule
 from npuzero.plan import PIPE, Memory, MeshShape, Plan
-from npuzero.planner import Cluster, Job, ModelShape, from_size
-from npuzero.planner.advice import advise, advise_on, plan_name, program_of
-from npuzero.planner.axes import divided
+from npuzero.planner import Cluster, ModelShape, TrainingJob, from_size
+from npuzero.planner.advice import advise, advise_on, format_program, plan_name
+from npuzero.planner.axes import divide_model_shape
 from npuzero.planner.estimate import Estimate, Estimator
-from npuzero.planner.search import Choices, arrangements, first_fit, over_axes, search
-from npuzero.planner.stages import Staged
+from npuzero.planner.search import Choices, choices_over_axes, find_first_fit, list_mesh_shapes, search_runs
+from npuzero.planner.stages import StagedModel
 
-from .test_search import cluster
+from .test_search import search_cluster
 
 SEQUENCE = 512
 #: GiB in which a stage trains, but not with half of them for its states.
@@ -33,23 +33,23 @@ AXES = Choices(
 
 
 @functools.cache
-def model() -> ModelShape:
+def search_axes_model() -> ModelShape:
     return from_size(60_000_000, 6, ranks=4)
 
 
-def job(on: Cluster | None = None, sequence: int = SEQUENCE) -> Job:
-    return Job(model(), on or cluster(), sequence, 64 * SEQUENCE)
+def search_axes_job(on: Cluster | None = None, sequence: int = SEQUENCE) -> TrainingJob:
+    return TrainingJob(search_axes_model(), on or search_cluster(), sequence, 64 * SEQUENCE)
 
 
 @functools.cache
-def every() -> tuple[Estimate, ...]:
-    return search(job(), AXES, every=True).fitting
+def search_every() -> tuple[Estimate, ...]:
+    return search_runs(search_axes_job(), AXES, every=True).fitting
 
 
 def test_each_size_of_each_axis_is_looked_at_beside_each_other():
-    meshes = {(e.run.mesh.tensor, e.run.mesh.sequence, e.run.mesh.pipe) for e in every()}
+    meshes = {(e.run.mesh.tensor, e.run.mesh.sequence, e.run.mesh.pipe) for e in search_every()}
     assert meshes == {(t, q, p) for t in (1, 2) for q in (1, 2) for p in (1, 2)}
-    for each in every():
+    for each in search_every():
         assert each.run.mesh.world == 8
         assert each.tokens == 64 * SEQUENCE
         own = each.run.micro_batch * each.run.micro_batches
@@ -59,14 +59,14 @@ def test_each_size_of_each_axis_is_looked_at_beside_each_other():
 
 def test_what_it_says_of_a_rank_is_what_predict_says():
     """Of the divided model, and of each stage of a pipeline, with what the schedule sends."""
-    for each in every():
+    for each in search_every():
         run = each.run
-        own = divided(model(), run.mesh.tensor)
+        own = divide_model_shape(search_axes_model(), run.mesh.tensor)
         if run.mesh.pipe == 1:
             said = own.predict(run.plan, run.mesh, Settings(), micro_batches=run.micro_batches, clip=True)
             assert each.report.held == said.held and each.report.bytes_sent == said.bytes_sent
             continue
-        staged = Staged.of(own, run.mesh.pipe, tensor=run.mesh.tensor)
+        staged = StagedModel.of(own, run.mesh.pipe, tensor=run.mesh.tensor)
         edge = staged.edge_bytes(run.micro_batch * SEQUENCE // run.mesh.sequence, run.plan.precision)
         table = schedule("1f1b", run.mesh.pipe, run.micro_batches)
         for rank, said in staged.reports(run.plan, run.mesh, Settings(), table, True, edge).items():
@@ -75,11 +75,11 @@ def test_what_it_says_of_a_rank_is_what_predict_says():
 
 
 def test_what_fits_does_and_nothing_faster_is_passed_over():
-    quick = search(job(), AXES)
-    assert quick.fitting[0].run == every()[0].run
-    assert quick.timed < len(every())
+    quick = search_runs(search_axes_job(), AXES)
+    assert quick.fitting[0].run == search_every()[0].run
+    assert quick.timed < len(search_every())
     estimators = {}
-    for each in every():
+    for each in search_every():
         estimator = estimators.setdefault(each.job.model, Estimator(each.job))
         assert estimator.least_s(each.run) <= each.step_s * (1 + 1e-9)
         assert estimator.least_bytes(each) <= each.memory["device"]
@@ -88,10 +88,10 @@ def test_what_fits_does_and_nothing_faster_is_passed_over():
 
 @pytest.mark.parametrize("memory", [0.15, 0.25, 0.4])
 def test_whether_a_run_fits_is_what_its_memory_says(memory: float):
-    on = cluster(memory=memory)
-    for mesh, asked in arrangements(job(on), AXES):
+    on = search_cluster(memory=memory)
+    for mesh, asked in list_mesh_shapes(search_axes_job(on), AXES):
         estimator = Estimator(asked)
-        for each in every():
+        for each in search_every():
             if each.run.mesh == mesh:
                 exact = estimator.estimate(each.run).memory["device"]
                 assert estimator.fits(estimator.estimate(each.run), 0.0) == (exact <= on.device.memory_bytes)
@@ -99,10 +99,10 @@ def test_whether_a_run_fits_is_what_its_memory_says(memory: float):
 
 def test_a_pipeline_keeps_parameters_unsharded_where_it_would():
     """And says so of the plan that it was asked for: npuzero.pipeline finds out by itself."""
-    kept = [each for each in every() if each.run.mesh.pipe > 1 and each.run.plan.name == "zero3"]
+    kept = [each for each in search_every() if each.run.mesh.pipe > 1 and each.run.plan.name == "zero3"]
     assert kept and all(each.run.plan.held_between.axes == () for each in kept)
     assert all(each.arguments() == {"plan": "zero3", "precision": "bf16"} for each in kept)
-    tight = search(job(cluster(memory=TIGHT)), dataclasses.replace(AXES, pipe=(2,)), every=True)
+    tight = search_runs(search_axes_job(search_cluster(memory=TIGHT)), dataclasses.replace(AXES, pipe=(2,)), every=True)
     sharded = [each for each in tight.fitting if each.run.plan.name == "zero3"]
     assert sharded and any(each.run.plan.held_between.axes for each in sharded)
 
@@ -115,7 +115,7 @@ def test_the_program_trains_as_it_was_foretold():
     choices = Choices(presets=("zero2",), tensor=(2,), pipe=(2,), micro_batches=(1,), precisions=("fp32",))
     advice = advise(config, "4xa100-80g", seq=16, tokens_per_step=64, choices=choices)
     best = advice.best
-    assert "npuzero.mesh(pipe=2, tensor=2)" in program_of(best) and program_of(best) in str(advice)
+    assert "npuzero.mesh(pipe=2, tensor=2)" in format_program(best) and format_program(best) in str(advice)
 
     def rank(world: World) -> tuple[int, dict[str, int]]:
         torch.manual_seed(0)
@@ -137,15 +137,19 @@ def test_the_program_trains_as_it_was_foretold():
 
 
 def test_sequences_get_the_preset_that_is_for_them():
-    found = search(job(), Choices(sequence=(2,), recompute=(False,), micro_batches=(1,)), every=True).fitting
+    found = search_runs(
+        search_axes_job(), Choices(sequence=(2,), recompute=(False,), micro_batches=(1,)), every=True
+    ).fitting
     assert "isp" in {each.run.plan.name for each in found}
-    assert "isp" not in {each.run.plan.name for each in every()}, "where others were asked for"
+    assert "isp" not in {each.run.plan.name for each in search_every()}, "where others were asked for"
 
 
 def test_longer_sequences_than_fit_get_more_ranks_each_as_a_way_out():
-    long = dataclasses.replace(job(cluster(memory=1.3), 16 * SEQUENCE), tokens_per_step=64 * 16 * SEQUENCE)
+    long = dataclasses.replace(
+        search_axes_job(search_cluster(memory=1.3), 16 * SEQUENCE), tokens_per_step=64 * 16 * SEQUENCE
+    )
     choices = Choices(presets=("zero3",), micro_batches=(1,))
-    assert first_fit(long, choices) is None
+    assert find_first_fit(long, choices) is None
     advice = advise_on(long, choices)
     assert not advice.fits
     ways = {way.what: way.estimate for way in advice.ways_out}
@@ -155,11 +159,11 @@ def test_longer_sequences_than_fit_get_more_ranks_each_as_a_way_out():
 
 
 def test_all_axes_are_all_powers_of_two_within_a_node_and_over_all():
-    wide = over_axes(cluster(), Choices())
+    wide = choices_over_axes(search_cluster(), Choices())
     assert (wide.tensor, wide.sequence, wide.pipe) == ((1, 2, 4), (1, 2, 4), (1, 2, 4, 8))
-    asked = advise(model(), cluster(), seq=SEQUENCE, tokens_per_step=64 * SEQUENCE, axes=True)
+    asked = advise(search_axes_model(), search_cluster(), seq=SEQUENCE, tokens_per_step=64 * SEQUENCE, axes=True)
     assert asked.choices.pipe == wide.pipe
-    assert asked.best.step_s <= every()[0].step_s
+    assert asked.best.step_s <= search_every()[0].step_s
     assert len({plan_name(each) for each in asked.found.fitting}) > 3
 
 
@@ -175,29 +179,32 @@ def test_all_axes_are_all_powers_of_two_within_a_node_and_over_all():
 )
 def test_what_cannot_be_is_refused_and_passed_over_beside_what_can(choices: Choices, words: str):
     with pytest.raises(ConfigError) as refused:
-        search(job(), choices)
+        search_runs(search_axes_job(), choices)
     assert words in str(refused.value)
     sizes = {axis: (1, *getattr(choices, axis)) for axis in ("tensor", "sequence", "pipe")}
     beside = dataclasses.replace(choices, presets=("zero1",), micro_batches=(1,), **sizes)
-    assert {each.axes() == {} for each in search(job(), beside).fitting} == {True}
+    assert {each.axes() == {} for each in search_runs(search_axes_job(), beside).fitting} == {True}
 
 
 def test_groups_that_an_arrangement_has_not_are_passed_over():
     """Four ranks of a group, of which two tensor ranks leave four data ranks on two nodes, and four of them two."""
     choices = Choices(presets=("hsdp",), local_sizes=(4,), tensor=(1, 2, 4), micro_batches=(1,), recompute=(False,))
-    assert [mesh.tensor for mesh, _ in arrangements(job(), choices)] == [1, 2]
+    assert [mesh.tensor for mesh, _ in list_mesh_shapes(search_axes_job(), choices)] == [1, 2]
 
 
 def test_sequences_that_ranks_cannot_slice_are_refused():
     with pytest.raises(ConfigError, match="seq: expected a multiple of 2"):
-        search(Job(model(), cluster(), 511, None), Choices(sequence=(2,)))
+        search_runs(TrainingJob(search_axes_model(), search_cluster(), 511, None), Choices(sequence=(2,)))
     with pytest.raises(ConfigError, match="seq: expected a multiple of 4"):
-        search(Job(model(), cluster(), 514, None), Choices(tensor=(2,), sequence=(2,), mode="msp"))
+        search_runs(
+            TrainingJob(search_axes_model(), search_cluster(), 514, None),
+            Choices(tensor=(2,), sequence=(2,), mode="msp"),
+        )
 
 
 def test_a_mesh_of_pods_has_the_ranks_of_the_cluster():
-    (mesh, asked), *_ = arrangements(job(), Choices(tensor=(2,)))
+    (mesh, asked), *_ = list_mesh_shapes(search_axes_job(), Choices(tensor=(2,)))
     assert mesh == MeshShape(2, 2, tensor=2)
-    assert asked.model.mode == "mtp" and asked.cluster == cluster()
+    assert asked.model.mode == "mtp" and asked.cluster == search_cluster()
     assert {each for each in asked.model.units[1] if each.cut} != set()
     assert Plan.preset("zero1").mesh_shape(mesh) == mesh

@@ -12,14 +12,14 @@ import torch
 
 from npuzero import MeshShape
 from npuzero.errors import ConfigError
-from npuzero.plan import FlatSize, Plan, Step, flattened, steady_step
-from npuzero.plan.moves import Compute, Purpose, Start, Wait
+from npuzero.plan import FlatSize, Plan, StepSpec, flatten_moves, steady_step
+from npuzero.plan.moves import CollectivePurpose, ComputePass, StartCollective, WaitCollective
 from npuzero.planner import Cluster
 from npuzero.planner.network import collective_s
 from npuzero.planner.skew import (
-    Late,
+    LateRank,
     SlowLink,
-    crossed,
+    count_crossing_collectives,
     hierarchical_ends,
     ring_ends,
     ring_steps,
@@ -41,7 +41,7 @@ def random_links(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 # -- an event simulation: messages with what they wait for, in the order of a queue of times ------------------------
 
 
-class Events:
+class MessageQueue:
     """Play messages: each starts when all that it waits for is there, and arrives after so many seconds."""
 
     def __init__(self) -> None:
@@ -70,7 +70,9 @@ class Events:
         return self.done
 
 
-def add_ring(events: Events, ranks: list[int], steps: dict[int, float], rounds: int, name: str, after: str) -> None:
+def add_ring(
+    events: MessageQueue, ranks: list[int], steps: dict[int, float], rounds: int, name: str, after: str
+) -> None:
     """A ring in the order of ``ranks``: a message of a round waits for both its ends to have had the one before."""
     for round_ in range(rounds):
         for at, rank in enumerate(ranks):
@@ -86,7 +88,7 @@ def add_ring(events: Events, ranks: list[int], steps: dict[int, float], rounds: 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_ring_is_what_events_say(n: int, turns: int):
     starts, steps = random_links(n, n)
-    events = Events()
+    events = MessageQueue()
     for rank in range(n):
         events.add(("start", rank), starts[rank], [])
     add_ring(events, list(range(n)), dict(enumerate(steps)), turns * (n - 1), "ring", "start")
@@ -100,7 +102,7 @@ def test_levels_are_what_events_say(nodes: int, local: int):
     starts, steps = random_links(nodes * local, 1)
     _, between = random_links(nodes * local, 2)
     ranks = np.arange(nodes * local).reshape(nodes, local)
-    events = Events()
+    events = MessageQueue()
     for rank in ranks.flat:
         events.add(("start", rank), starts[rank], [])
     for row in ranks:
@@ -118,7 +120,7 @@ def test_levels_are_what_events_say(nodes: int, local: int):
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_a_tree_is_what_events_say(n: int, chunks: int):
     starts, steps = random_links(n, 3)
-    events = Events()
+    events = MessageQueue()
     children = {rank: [kid for kid in (2 * rank + 1, 2 * rank + 2) if kid < n] for rank in range(n)}
     for rank in range(n):
         events.add(("start", rank), starts[rank], [])
@@ -173,14 +175,14 @@ CLUSTER, MESH = Cluster.named("128xa100-80g"), MeshShape(16, 8)
 
 
 def moves_of(preset: str, mesh: MeshShape = MESH, **facts: int) -> list:
-    return steady_step(FLATS, Plan.preset(preset, precision="bf16"), mesh, Step(9, **facts))
+    return steady_step(FLATS, Plan.preset(preset, precision="bf16"), mesh, StepSpec(9, **facts))
 
 
 def compute_s(unit: int, backward: bool) -> float:
     return (1 + backward) * (1e-3 + 2e-4 * unit)
 
 
-class Ranks:
+class RankSimulation:
     """Play each rank by itself, a move at a time; a collective's end is known once all of its group have started it."""
 
     def __init__(self, slow: SlowLink | None) -> None:
@@ -224,15 +226,15 @@ class Ranks:
         return max(self.now)
 
     def one(self, rank: int, move) -> object:
-        if isinstance(move, Compute):
+        if isinstance(move, ComputePass):
             self.now[rank] += compute_s(move.unit, move.backward)
-        elif isinstance(move, Start):
+        elif isinstance(move, StartCollective):
             self.start(rank, move)
-        elif isinstance(move, Wait):
+        elif isinstance(move, WaitCollective):
             return self.wait(rank, move)
         return None
 
-    def start(self, rank: int, move: Start) -> None:
+    def start(self, rank: int, move: StartCollective) -> None:
         each = move.collective
         lane = each.purpose.channel, each.axes, self.group(rank, each.axes)
         key = (*lane, self.counts[rank][lane])
@@ -243,7 +245,7 @@ class Ranks:
             begin = max(*self.started[key].values(), self.lane_end[lane])
             self.ends[key] = self.lane_end[lane] = begin + move.count * self.seconds(each, rank)
 
-    def wait(self, rank: int, move: Wait) -> object:
+    def wait(self, rank: int, move: WaitCollective) -> object:
         under_way, left, taken = self.waiting[rank][move.purpose, move.unit], move.count, 0
         for key, count in under_way:
             if left <= 0:
@@ -257,19 +259,19 @@ class Ranks:
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "hpz"])
-@pytest.mark.parametrize("disturbance", [SlowLink(8.0, "node", 21), SlowLink(30.0, "local", 5), Late(0.02, 70)])
-def test_a_step_of_128_ranks_is_what_playing_each_rank_says(preset: str, disturbance: SlowLink | Late):
+@pytest.mark.parametrize("disturbance", [SlowLink(8.0, "node", 21), SlowLink(30.0, "local", 5), LateRank(0.02, 70)])
+def test_a_step_of_128_ranks_is_what_playing_each_rank_says(preset: str, disturbance: SlowLink | LateRank):
     moves = moves_of(preset, clip=True)
     loss = step_loss(CLUSTER, MESH, moves, compute_s, disturbance)
-    single = list(flattened(moves))
-    calm, other = Ranks(None), Ranks(disturbance if isinstance(disturbance, SlowLink) else None)
+    single = list(flatten_moves(moves))
+    calm, other = RankSimulation(None), RankSimulation(disturbance if isinstance(disturbance, SlowLink) else None)
     calm_ends = [calm.play(single) for _ in range(3)]
     other_ends = [other.play(single)]
-    if isinstance(disturbance, Late):
+    if isinstance(disturbance, LateRank):
         other.now[disturbance.rank] += disturbance.seconds
     other_ends += [other.play(single) for _ in range(2)]
     step_s = calm_ends[2] - calm_ends[1]
-    lost_s = other_ends[2] - (calm_ends[2] if isinstance(disturbance, Late) else other_ends[1] + step_s)
+    lost_s = other_ends[2] - (calm_ends[2] if isinstance(disturbance, LateRank) else other_ends[1] + step_s)
     assert loss.step_s == pytest.approx(step_s, rel=1e-9)
     assert loss.lost_s == pytest.approx(lost_s, rel=1e-9, abs=1e-12)
     assert loss.part == loss.lost_s / loss.step_s
@@ -280,24 +282,24 @@ def test_who_gathers_on_a_node_loses_less_to_a_slow_link_between_nodes():
     slow = SlowLink(16.0, "node", 3)
     lost = {preset: step_loss(CLUSTER, MESH, moves_of(preset), compute_s, slow).lost_s for preset in ("zero3", "hpz")}
     assert 0 < lost["hpz"] < lost["zero3"]
-    crosses = {preset: crossed(CLUSTER, MESH, moves_of(preset), slow) for preset in ("zero3", "hpz")}
-    assert crosses["hpz"][Purpose.GATHER] < crosses["zero3"][Purpose.GATHER]
+    crosses = {preset: count_crossing_collectives(CLUSTER, MESH, moves_of(preset), slow) for preset in ("zero3", "hpz")}
+    assert crosses["hpz"][CollectivePurpose.GATHER] < crosses["zero3"][CollectivePurpose.GATHER]
 
 
 def test_a_late_rank_costs_no_more_than_it_is_late_and_hides_behind_nothing_where_all_wait():
     for preset in ("zero0", "zero3"):
-        lost_s = step_loss(CLUSTER, MESH, moves_of(preset, clip=True), compute_s, Late(0.5, 9)).lost_s
+        lost_s = step_loss(CLUSTER, MESH, moves_of(preset, clip=True), compute_s, LateRank(0.5, 9)).lost_s
         assert 0.4 < lost_s <= 0.5 + 1e-9
 
 
 def test_a_link_as_fast_as_ever_and_a_rank_in_time_cost_nothing():
-    for calm in (SlowLink(1.0), Late(0.0)):
+    for calm in (SlowLink(1.0), LateRank(0.0)):
         assert step_loss(CLUSTER, MESH, moves_of("zero3"), compute_s, calm).lost_s == pytest.approx(0, abs=1e-12)
 
 
 def test_the_update_makes_the_step_longer():
     plain, longer = (
-        step_loss(CLUSTER, MESH, moves_of("zero2"), compute_s, Late(0.0), update_s=seconds).step_s
+        step_loss(CLUSTER, MESH, moves_of("zero2"), compute_s, LateRank(0.0), update_s=seconds).step_s
         for seconds in (0.0, 0.1)
     )
     assert longer == pytest.approx(plain + 0.1, rel=0.2)
@@ -306,7 +308,7 @@ def test_the_update_makes_the_step_longer():
 def test_a_step_of_16384_ranks_takes_less_than_five_seconds():
     mesh = MeshShape(2048, 8)
     flats = [FlatSize(unit, 1 << 26, torch.bfloat16) for unit in range(33)]
-    moves = steady_step(flats, Plan.preset("zero3", precision="bf16"), mesh, Step(300, micro_batches=2))
+    moves = steady_step(flats, Plan.preset("zero3", precision="bf16"), mesh, StepSpec(300, micro_batches=2))
     begin = time.process_time()
     loss = step_loss(Cluster.named("16384xa100-80g"), mesh, moves, compute_s, SlowLink(4.0))
     assert time.process_time() - begin < 5
@@ -316,14 +318,14 @@ def test_a_step_of_16384_ranks_takes_less_than_five_seconds():
 @pytest.mark.parametrize(
     ("mesh", "disturbance", "words"),
     [
-        (MeshShape(8, 8, pipe=2), Late(1.0), "one stage"),
-        (MeshShape(8, 8), Late(1.0), "128 ranks"),
-        (MESH, Late(1.0, 128), "rank 128"),
-        (MESH, Late(-1.0), "0 or more"),
+        (MeshShape(8, 8, pipe=2), LateRank(1.0), "one stage"),
+        (MeshShape(8, 8), LateRank(1.0), "128 ranks"),
+        (MESH, LateRank(1.0, 128), "rank 128"),
+        (MESH, LateRank(-1.0), "0 or more"),
         (MESH, SlowLink(0.5), "factor from 1"),
         (MESH, SlowLink(2.0, "host"), "local or node"),
     ],
 )
-def test_what_cannot_be_is_refused(mesh: MeshShape, disturbance: SlowLink | Late, words: str):
+def test_what_cannot_be_is_refused(mesh: MeshShape, disturbance: SlowLink | LateRank, words: str):
     with pytest.raises(ConfigError, match=words):
         step_loss(CLUSTER, mesh, [], compute_s, disturbance)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
 from npuzero.planner import ModelShape, from_config, from_size
-from npuzero.planner.workload import Workload, workload
-from npuzero.shard.build import units_of
-from npuzero.shard.discover import discover
+from npuzero.planner.workload import ModelWorkload, measure_workload
+from npuzero.shard.build import get_unit_parameters
+from npuzero.shard.discover import discover_units
 
 LLAMA = {
     "model_type": "llama",
@@ -36,7 +36,7 @@ LLAMA_7B = LLAMA | {
 }
 
 
-class Layer(nn.Module):
+class GPT3Layer(nn.Module):
     """A layer of GPT-3's shape, as Korthikanti et al. count it (arXiv:2205.05198, section 4.1): scores and dropout."""
 
     def __init__(self, width: int, heads: int, fused: bool = False) -> None:
@@ -56,11 +56,11 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norms["mlp"](x)))), 0.1)
 
 
-class GPT(nn.Module):
+class GPT3Model(nn.Module):
     def __init__(self, width: int, heads: int, layers: int, vocabulary: int, sequence: int, fused: bool) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(Layer(width, heads, fused) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPT3Layer(width, heads, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
@@ -73,20 +73,20 @@ class GPT(nn.Module):
         return logits
 
 
-def gpt(width: int, heads: int, layers: int, vocabulary: int, sequence: int, fused: bool = False) -> ModelShape:
+def gpt3_shape(width: int, heads: int, layers: int, vocabulary: int, sequence: int, fused: bool = False) -> ModelShape:
     with torch.device("meta"):
-        model = GPT(width, heads, layers, vocabulary, sequence, fused)
-    return ModelShape("gpt", units_of(model), module=lambda: model)
+        model = GPT3Model(width, heads, layers, vocabulary, sequence, fused)
+    return ModelShape("gpt", get_unit_parameters(model), module=lambda: model)
 
 
-def flops_of(work: Workload) -> float:
+def flops_of(work: ModelWorkload) -> float:
     return sum(unit.flops for unit in work.units)
 
 
 @pytest.mark.parametrize("size", [(1024, 16, 1024), (12288, 96, 2048)], ids=["350M", "GPT-3"])
 def test_a_layer_keeps_what_korthikanti_says(size):
     h, a, s = size
-    work = workload(gpt(h, a, 4, 512, s), s, 2, "plain")
+    work = measure_workload(gpt3_shape(h, a, 4, 512, s), s, 2, "plain")
     b = work.micro_batch
     said = s * b * h * (34 + 5 * a * s / h)
     # They do not count the two numbers a row that a LayerNorm keeps, in float32.
@@ -98,7 +98,7 @@ def test_a_layer_keeps_what_korthikanti_says(size):
 def test_selective_recomputation_is_flash_attention():
     """Without scores 34 s b h are left (section 5 there), and of flash attention two numbers."""
     h, a, s = 2048, 16, 1024
-    layer = workload(gpt(h, a, 4, 512, s, fused=True), s, 1).units[2]
+    layer = measure_workload(gpt3_shape(h, a, 4, 512, s, fused=True), s, 1).units[2]
     assert layer.saved_bytes == pytest.approx(34 * s * h + (4 * 4 + 4 * a) * s, rel=0.001)
 
 
@@ -108,7 +108,7 @@ def test_selective_recomputation_is_flash_attention():
 def test_flops_are_narayanans(h, a, layers):
     """72 B s L h^2 (1 + s / 6h + V / 12 L h) without recomputation: arXiv:2104.04473, section 5.1 and its appendix."""
     s, b, vocabulary = 2048, 2, 51200
-    work = workload(gpt(h, a, layers, vocabulary, s), s, b)
+    work = measure_workload(gpt3_shape(h, a, layers, vocabulary, s), s, b)
     said = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     assert 3 * flops_of(work) == pytest.approx(said, rel=1e-9)
     with_recomputation = 3 * flops_of(work) + sum(unit.flops for unit in work.units[1:])
@@ -128,7 +128,7 @@ def test_flops_are_torchs():
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False)
-    assert flops_of(workload(shape, 64, 2, "plain", torch.float32)) == counter.get_total_flops()
+    assert flops_of(measure_workload(shape, 64, 2, "plain", torch.float32)) == counter.get_total_flops()
 
 
 def test_experts_compute_for_the_tokens_that_choose_them():
@@ -136,7 +136,7 @@ def test_experts_compute_for_the_tokens_that_choose_them():
     mixtral = LLAMA | {"model_type": "mixtral", "num_local_experts": 8}
 
     def layer_flops(top: int) -> float:
-        return workload(from_config(mixtral | {"num_experts_per_tok": top}, "m"), 128, 2).units[2].flops
+        return measure_workload(from_config(mixtral | {"num_experts_per_tok": top}, "m"), 128, 2).units[2].flops
 
     expert = 3 * 2 * 2 * 128 * 256 * 688
     assert layer_flops(2) - layer_flops(1) == expert == layer_flops(3) - layer_flops(2)
@@ -145,27 +145,29 @@ def test_experts_compute_for_the_tokens_that_choose_them():
 def test_equal_blocks_count_as_each_of_them_would():
     """Nine equal blocks, of which three run, against nine that all run, since no two neighbours are equal."""
 
-    class Even(Layer):
+    class Even(GPT3Layer):
         pass
 
     with torch.device("meta"):
-        equal, other = (GPT(64, 4, 9, 100, 32, True) for _ in range(2))
+        equal, other = (GPT3Model(64, 4, 9, 100, 32, True) for _ in range(2))
         for i in range(0, 9, 2):
             other.blocks[i] = Even(64, 4, True)
-    works = [workload(ModelShape("gpt", units_of(m), module=lambda m=m: m), 32, 2) for m in (equal, other)]
-    assert len(discover(equal)) == len(works[0].units) == 10
+    works = [
+        measure_workload(ModelShape("gpt", get_unit_parameters(m), module=lambda m=m: m), 32, 2) for m in (equal, other)
+    ]
+    assert len(discover_units(equal)) == len(works[0].units) == 10
     assert works[0].units == works[1].units
     for stretches in (lambda work: work.kept, lambda work: work.recomputed):
         assert stretches(works[0]) == stretches(works[1])
 
 
 def test_what_a_pass_takes_it_gives_back():
-    work = workload(gpt(64, 4, 5, 100, 32), 32, 2)
+    work = measure_workload(gpt3_shape(64, 4, 5, 100, 32), 32, 2)
     for stretches in (work.kept, work.recomputed):
         assert abs(sum(stretch.left_bytes for stretch in stretches)) <= 8  # the loss itself
         assert [s.unit for s in stretches if s.unit and not s.backward] == [1, 2, 3, 4, 5]
         assert [s.unit for s in stretches if s.unit and s.backward] == [5, 4, 3, 2, 1]
-    parameters = [sum(p.shape.numel() for p in unit) for unit in gpt(64, 4, 5, 100, 32).units]
+    parameters = [sum(p.shape.numel() for p in unit) for unit in gpt3_shape(64, 4, 5, 100, 32).units]
     for unit, numel in enumerate(parameters):
         assert sum(s.gradient_bytes for s in work.kept if s.unit == unit) == 2 * numel
 
@@ -173,8 +175,8 @@ def test_what_a_pass_takes_it_gives_back():
 def test_a_decoder_by_its_size_counts_as_llama():
     pytest.importorskip("transformers")
     model = from_config(LLAMA_7B, "llama")
-    llama = workload(model, 4096)
-    ours = workload(from_size(model.parameters, 32, 32000), 4096)
+    llama = measure_workload(model, 4096)
+    ours = measure_workload(from_size(model.parameters, 32, 32000), 4096)
     assert flops_of(ours) == pytest.approx(flops_of(llama), rel=0.01)
     for field in ("saved_bytes", "input_bytes"):
         total = [sum(getattr(unit, field) for unit in work.units) for work in (ours, llama)]
@@ -187,9 +189,9 @@ def test_without_transformers_decoders_count_alike(kind, monkeypatch):
     config = LLAMA | {"model_type": kind, "head_dim": 32}
     if kind == "qwen2":
         del config["head_dim"]
-    theirs = workload(from_config(config, kind), 256, 2)
+    theirs = measure_workload(from_config(config, kind), 256, 2)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    ours = workload(from_config(config, kind), 256, 2)
+    ours = measure_workload(from_config(config, kind), 256, 2)
     assert flops_of(ours) == flops_of(theirs)
     saved = [sum(unit.saved_bytes for unit in work.units) for work in (ours, theirs)]
     assert saved[0] == pytest.approx(saved[1], rel=0.02)
@@ -197,12 +199,12 @@ def test_without_transformers_decoders_count_alike(kind, monkeypatch):
 
 def test_a_model_of_7b_is_counted_at_once():
     pytest.importorskip("transformers")
-    workload(from_config(LLAMA, "llama"), 64)  # what is imported first is not counted
+    measure_workload(from_config(LLAMA, "llama"), 64)  # what is imported first is not counted
     model = from_config(LLAMA_7B, "llama")
     begin = time.process_time()
-    work = workload(model, 4096)
+    work = measure_workload(model, 4096)
     assert time.process_time() - begin < 1.0
-    assert workload(model, 4096) is work
+    assert measure_workload(model, 4096) is work
 
 
 @pytest.mark.parametrize(
@@ -216,18 +218,18 @@ def test_a_model_of_7b_is_counted_at_once():
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], named: str):
     with pytest.raises(ConfigError, match=named):
-        workload(from_size(10**6), **given)
+        measure_workload(from_size(10**6), **given)
 
 
 def test_a_model_that_takes_no_tokens_is_refused():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
     with pytest.raises(ConfigError, match="language model"):
-        workload(ModelShape("images", units_of(model), module=lambda: model), 64)
+        measure_workload(ModelShape("images", get_unit_parameters(model), module=lambda: model), 64)
 
 
 def test_shapes_without_modules_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100, "n_positions": 64}
     with pytest.raises(ConfigError, match="pip install transformers"):
-        workload(from_config(config, "gpt2"), 32)
+        measure_workload(from_config(config, "gpt2"), 32)

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 import npuzero
-from properties.programs import DIM, Program, Statement, Stumble
-from world.test_gradient_values import clip_values, gradients_of, norms_of
+from properties.programs import DIM, ProgramStatement, ProgramStumble, RandomProgram
+from world.test_gradient_values import clip_model_values, full_gradients, gradient_norms
 from world.train import CutSession, Session, State
 
 BATCH = 3
 
 
-def execute(session: Session, program: Program) -> State:
+def execute_program(session: Session, program: RandomProgram) -> State:
     """What the program sees on its way, and the state that it ends with."""
-    by = Contender(session, program)
-    interpreter = Interpreter(by)
+    by = ProgramContender(session, program)
+    interpreter = ProgramInterpreter(by)
     for statement in program.statements:
         interpreter.run(statement)
     return by.seen | session.state()
 
 
-class Contender:
+class ProgramContender:
     """A program's model and optimizers, by plain torch or by npuzero; what it sees on the way is in ``seen``."""
 
-    def __init__(self, session: Session, program: Program) -> None:
+    def __init__(self, session: Session, program: RandomProgram) -> None:
         self.session = session
         self.seen: State = {}
         kinds = {
@@ -64,13 +64,13 @@ def has_gradients(optimizer: Any) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-class Interpreter:
+class ProgramInterpreter:
     """What the statements of a program mean: for each a method of its name."""
 
-    def __init__(self, by: Contender) -> None:
+    def __init__(self, by: ProgramContender) -> None:
         self._by = by
 
-    def run(self, statement: Statement) -> None:
+    def run(self, statement: ProgramStatement) -> None:
         getattr(self, statement.name)(**statement.options)
 
     def backward(self, how: str, xs: list[int], blocks: list[Any], no_sync: bool) -> None:
@@ -86,11 +86,11 @@ class Interpreter:
         self._by.see(self._by.session.clip(max_norm, p))
 
     def clip_values(self, limit: float) -> None:
-        clip_values(self._by.session, limit)
+        clip_model_values(self._by.session, limit)
 
     def read(self, p: float) -> None:
         """Norms by name, and whole gradients."""
-        for found in (norms_of(self._by.session, p), gradients_of(self._by.session)):
+        for found in (gradient_norms(self._by.session, p), full_gradients(self._by.session)):
             for name in sorted(found):
                 self._by.see(found[name])
 
@@ -157,11 +157,11 @@ class Interpreter:
 
     def stumble(self, x: int, blocks: Any, backward: bool) -> None:
         """An exception on every rank, in a forward or a backward pass; after the latter gradients are dropped."""
-        with pytest.raises(Stumble):
+        with pytest.raises(ProgramStumble):
             if not backward:
                 self._by.loss(x, blocks, stumble=True)
             loss = self._by.loss(x, blocks)
-            loss.register_hook(lambda _: _raise())
+            loss.register_hook(lambda _: _raise_stumble())
             loss.backward()
         if backward:
             self.zero_grad("optimizers")
@@ -174,5 +174,5 @@ class Interpreter:
                 each.load_state_dict(each.state_dict())
 
 
-def _raise() -> Tensor:
-    raise Stumble
+def _raise_stumble() -> Tensor:
+    raise ProgramStumble

@@ -20,11 +20,11 @@ WORLDS = ((1, 1), (2, 1), (2, 2), (3, 3), (3, 1), (4, 2), (4, 4))
 WHOLE = ("zero0", "zero1", "zero1.5", "zero2")
 
 
-class Stumble(RuntimeError):
+class ProgramStumble(RuntimeError):
     """What a program raises and catches itself."""
 
 
-class Block(nn.Module):
+class RandomBlock(nn.Module):
     """One of several kinds of layers, called with the number of the branch to take."""
 
     def __init__(self, draw: random.Random) -> None:
@@ -61,13 +61,13 @@ class Block(nn.Module):
         return x + y
 
 
-class Model(nn.Module):
+class RandomBlocksModel(nn.Module):
     """Blocks that are called in any order, some of them with one weight in common, between an entry and a head."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
         self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block(draw) for _ in range(draw.randint(2, 4)))
+        self.blocks = nn.ModuleList(RandomBlock(draw) for _ in range(draw.randint(2, 4)))
         self.gain = nn.Parameter(torch.tensor(1.0))
         self.head = nn.Linear(DIM, 3)
         if draw.random() < 0.3:
@@ -79,12 +79,12 @@ class Model(nn.Module):
         for i, branch in blocks:
             x = self.blocks[i](x, branch)
         if stumble:
-            raise Stumble
+            raise ProgramStumble
         return self.head(x) * self.gain
 
 
 @dataclass(frozen=True)
-class Statement:
+class ProgramStatement:
     """One line of a program: the name of a method of the interpreter, and what it is called with."""
 
     name: str
@@ -95,7 +95,7 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Program:
+class RandomProgram:
     """All of it follows from the seed."""
 
     seed: int
@@ -107,21 +107,23 @@ class Program:
     scaled: bool
     settings: Settings
     others: Settings
-    statements: list[Statement]
+    statements: list[ProgramStatement]
 
     @classmethod
-    def of(cls, seed: int) -> Program:
+    def of(cls, seed: int) -> RandomProgram:
         draw = random.Random(seed)
         model = cls._model(seed)
         plan = draw.choice(npuzero.PRESETS)
         precision = "bf16" if draw.random() < 0.15 else "fp32"
-        settings, others = (_settings(draw, overlap) for overlap in draw.sample((True, False), 2))
+        settings, others = (_random_settings(draw, overlap) for overlap in draw.sample((True, False), 2))
         reentrant = any(block.kind == "reentrant" for block in model.blocks)
         if reentrant:  # it finishes a parameter once per use, and what a flat has sent by then depends on the buckets
             others = replace(others, bucket_bytes=settings.bucket_bytes)
         scaled = draw.random() < 0.2
         parts = draw.choice((1, 1, 1, 2))
-        author = Author(draw, len(model.blocks), parts, scaled, plan in WHOLE and not reentrant, precision == "fp32")
+        author = ProgramAuthor(
+            draw, len(model.blocks), parts, scaled, plan in WHOLE and not reentrant, precision == "fp32"
+        )
         return cls(
             seed,
             plan,
@@ -136,12 +138,12 @@ class Program:
         )
 
     @staticmethod
-    def _model(seed: int) -> Model:
+    def _model(seed: int) -> RandomBlocksModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return Model(random.Random(seed))
+            return RandomBlocksModel(random.Random(seed))
 
-    def model(self) -> Model:
+    def model(self) -> RandomBlocksModel:
         return self._model(self.seed)
 
     def __str__(self) -> str:
@@ -150,11 +152,11 @@ class Program:
         return f"program {self.seed}: {facts}\n  {self.settings}\n  {self.others}\n{lines}"
 
 
-def _settings(draw: random.Random, overlap: bool) -> Settings:
+def _random_settings(draw: random.Random, overlap: bool) -> Settings:
     return Settings(overlap=overlap, prefetch=draw.randint(0, 3), bucket_bytes=draw.choice((1, 200, 2**20)))
 
 
-class Author:
+class ProgramAuthor:
     """Writes programs that are legal, and end with a step."""
 
     def __init__(self, draw: random.Random, blocks: int, parts: int, scaled: bool, free: bool, exact: bool) -> None:
@@ -166,42 +168,42 @@ class Author:
         self._exact = exact
         self._batch = 0
 
-    def program(self) -> Iterator[Statement]:
+    def program(self) -> Iterator[ProgramStatement]:
         for _ in range(self._draw.randint(3, 6)):
             yield from self._step()
 
-    def _step(self) -> Iterator[Statement]:
+    def _step(self) -> Iterator[ProgramStatement]:
         draw = self._draw
         for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 3))):
             yield from self._aside(0.25)
             yield self._pass()
             if draw.random() < 0.15:
-                yield Statement("read", {"p": draw.choice((1.0, 2.0, float("inf")))})
+                yield ProgramStatement("read", {"p": draw.choice((1.0, 2.0, float("inf")))})
             # A scaler unscales once a step, after which no more may come.
             if draw.random() < 0.2 and not self._scaled:
                 yield self._clip()
             if draw.random() < 0.12 and not (self._free and self._scaled):
-                yield Statement("drop", {"part": draw.random()})
+                yield ProgramStatement("drop", {"part": draw.random()})
                 if self._free:  # before more comes of what others have brought, they must know
                     yield self._clip()
         yield from self._aside(0.2)
         if self._scaled:
-            yield Statement("scaled_step", {"clip": draw.random() < 0.5, "of": self._some_parts()})
+            yield ProgramStatement("scaled_step", {"clip": draw.random() < 0.5, "of": self._some_parts()})
         else:
             if draw.random() < 0.4:
                 yield self._clip()
             elif draw.random() < 0.2:
-                yield Statement("clip_values", {"limit": draw.choice((1e-3, 1e-2))})
-            yield Statement("step", {"of": self._some_parts()})
+                yield ProgramStatement("clip_values", {"limit": draw.choice((1e-3, 1e-2))})
+            yield ProgramStatement("step", {"of": self._some_parts()})
         yield from self._aside(0.25)
         if draw.random() < 0.85 or self._scaled:
-            yield Statement("zero_grad", {"of": draw.choice(("model", "optimizers"))})
+            yield ProgramStatement("zero_grad", {"of": draw.choice(("model", "optimizers"))})
 
     def _some_parts(self) -> list[int]:
         every = list(range(self._parts))
         return self._draw.choice((every, every, every[:1], every[-1:]))
 
-    def _aside(self, chance: float) -> Iterator[Statement]:
+    def _aside(self, chance: float) -> Iterator[ProgramStatement]:
         draw = self._draw
         if draw.random() >= chance:
             return
@@ -209,26 +211,26 @@ class Author:
             ("evaluate", "evaluate", "gradients", "look", "set_lr", "write", "stumble", "reload", "forward")
         )
         if what == "evaluate":
-            yield Statement(what, {"x": self._next(), "blocks": self._calls(), "inference": draw.random() < 0.5})
+            yield ProgramStatement(what, {"x": self._next(), "blocks": self._calls(), "inference": draw.random() < 0.5})
         elif what in ("gradients", "forward"):
-            yield Statement(what, {"x": self._next(), "blocks": self._calls()})
+            yield ProgramStatement(what, {"x": self._next(), "blocks": self._calls()})
         elif what == "stumble":
             backward = draw.random() < 0.4
-            yield Statement(what, {"x": self._next(), "blocks": self._calls(), "backward": backward})
+            yield ProgramStatement(what, {"x": self._next(), "blocks": self._calls(), "backward": backward})
         elif what == "set_lr":
-            yield Statement(what, {"lr": draw.choice((1e-3, 3e-3, 1e-2))})
+            yield ProgramStatement(what, {"lr": draw.choice((1e-3, 3e-3, 1e-2))})
         elif what == "write":
-            yield Statement(what, {"write": draw.random() < 0.5, "limit": draw.choice((0.3, 0.5))})
+            yield ProgramStatement(what, {"write": draw.random() < 0.5, "limit": draw.choice((0.3, 0.5))})
         elif what == "look":
-            yield Statement(what)
+            yield ProgramStatement(what)
         elif what == "reload" and self._exact:
-            yield Statement(what, {"model": draw.random() < 0.7, "optimizer": draw.random() < 0.7})
+            yield ProgramStatement(what, {"model": draw.random() < 0.7, "optimizer": draw.random() < 0.7})
 
-    def _pass(self) -> Statement:
+    def _pass(self) -> ProgramStatement:
         draw = self._draw
         how = draw.choice(("once", "once", "once", "once", "twice", "together", "crossed"))
         count = 2 if how in ("together", "crossed") else 1
-        return Statement(
+        return ProgramStatement(
             "backward",
             {
                 "how": how,
@@ -255,8 +257,8 @@ class Author:
             chosen.append([(i, draw.randint(0, 2)) for i in order])
         return chosen
 
-    def _clip(self) -> Statement:
+    def _clip(self) -> ProgramStatement:
         draw = self._draw
-        return Statement(
+        return ProgramStatement(
             "clip", {"max_norm": draw.choice((0.1, 0.5, 1e3)), "p": draw.choice((2.0, 2.0, 1.0, float("inf")))}
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import Settings, comm
 from npuzero.comm import World
-from world.train import CutSession, PlainSession, Session, State, assert_close, assert_same_bits
+from world.train import CutSession, PlainSession, Session, State, assert_same_bits, assert_states_close
 
 DIM, STEPS = 6, 3
 #: Shapes that are hard to cut: nothing, a scalar, fewer rows than ranks, and an ordinary one.
@@ -23,7 +23,7 @@ SHAPES = ((0, DIM), (), (1,), (1, DIM), (3, DIM), (DIM,), (2, 0, 3), (17, DIM))
 
 
 @dataclass(frozen=True)
-class Design:
+class RandomDesign:
     """A random model: all of it follows from the seed."""
 
     seed: int
@@ -31,7 +31,7 @@ class Design:
     width: int
 
 
-class Node(nn.Module):
+class RandomNode(nn.Module):
     """Some parameters of its own and some children, called in order: alone, in a list or in a Sequential."""
 
     def __init__(self, draw: random.Random, depth: int, width: int) -> None:
@@ -39,7 +39,7 @@ class Node(nn.Module):
         for i in range(draw.randint(0, 3)):
             data = torch.randn(draw.choice(SHAPES)) * 0.3
             setattr(self, f"p{i}", nn.Parameter(data, requires_grad=draw.random() < 0.8))
-        children = [Node(draw, depth - 1, width) for _ in range(draw.randint(1, width))] if depth else []
+        children = [RandomNode(draw, depth - 1, width) for _ in range(draw.randint(1, width))] if depth else []
         leaves = [nn.Linear(DIM, DIM, bias=draw.random() < 0.5) for _ in range(draw.randint(0, 2))]
         kind = draw.choice(("list", "sequential", "attributes"))
         self.kind = kind
@@ -62,14 +62,14 @@ class Node(nn.Module):
         return x
 
 
-class Model(nn.Module):
+class RandomTreeModel(nn.Module):
     """A tree between an entry that always trains and a head; some parameters of one shape are tied."""
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: RandomDesign) -> None:
         super().__init__()
         draw = random.Random(design.seed)
         self.entry = nn.Linear(DIM, DIM)
-        self.tree = Node(draw, design.depth, design.width)
+        self.tree = RandomNode(draw, design.depth, design.width)
         self.head = nn.Linear(DIM, 3)
         for _ in range(draw.randint(0, 2)):
             linears = [m for m in self.modules() if isinstance(m, nn.Linear) and m.weight.shape == (DIM, DIM)]
@@ -79,13 +79,13 @@ class Model(nn.Module):
         return self.head(self.tree(self.entry(x)))
 
 
-def build(design: Design) -> nn.Module:
+def build_random_model(design: RandomDesign) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(design.seed)
-        return Model(design)
+        return RandomTreeModel(design)
 
 
-def train(session: Session, micro_batches: int) -> State:
+def train_random_model(session: Session, micro_batches: int) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     norms = []
     for step in range(STEPS):
@@ -102,25 +102,31 @@ def train(session: Session, micro_batches: int) -> State:
     return {"gradient norms": torch.stack(norms)} | session.state()
 
 
-designs = st.builds(Design, st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 3))
+designs = st.builds(RandomDesign, st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 3))
 settings_of = st.builds(
     Settings, overlap=st.booleans(), prefetch=st.integers(0, 3), bucket_bytes=st.sampled_from([1, 200, 2**20])
 )
 worlds = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 3), (3, 1), (4, 2), (4, 4)])
 
 
-def check(design: Design, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int) -> None:
+def check_random_model(
+    design: RandomDesign, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int
+) -> None:
     size, local_size = shape
-    models = [build(design) for _ in range(size)]  # made here: the generator that fills them is the process's own
+    models = [
+        build_random_model(design) for _ in range(size)
+    ]  # made here: the generator that fills them is the process's own
 
     def rank(world: World) -> State:
         session = CutSession(models[world.rank], world, plan=plan, local_size=local_size, settings=settings)
-        return train(session, micro_batches)
+        return train_random_model(session, micro_batches)
 
     states = comm.run_threads(size, rank)
     for state in states[1:]:
         assert_same_bits(state, states[0])
-    assert_close(states[0], train(PlainSession(build(design), range(size), size), micro_batches))
+    assert_states_close(
+        states[0], train_random_model(PlainSession(build_random_model(design), range(size), size), micro_batches)
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,15 +144,15 @@ examples = given(designs, st.sampled_from(npuzero.PRESETS), worlds, settings_of,
 @sweep(max_examples=12)
 @examples
 def test_a_random_model_trains_as_plain_torch(
-    design: Design, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int
+    design: RandomDesign, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int
 ) -> None:
-    check(design, plan, shape, settings, micro_batches)
+    check_random_model(design, plan, shape, settings, micro_batches)
 
 
 @pytest.mark.slow
 @sweep(max_examples=150)
 @examples
 def test_many_random_models_train_as_plain_torch(
-    design: Design, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int
+    design: RandomDesign, plan: str, shape: tuple[int, int], settings: Settings, micro_batches: int
 ) -> None:
-    check(design, plan, shape, settings, micro_batches)
+    check_random_model(design, plan, shape, settings, micro_batches)

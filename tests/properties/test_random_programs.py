@@ -16,9 +16,9 @@ from torch import Tensor
 
 from npuzero import comm
 from npuzero.comm import World
-from properties.interpreter import execute
-from properties.programs import Program
-from world.train import CutSession, PlainSession, State, assert_close, assert_same_bits
+from properties.interpreter import execute_program
+from properties.programs import RandomProgram
+from world.train import CutSession, PlainSession, State, assert_same_bits, assert_states_close
 
 #: What another order of sums may make of a program in float32, relative to each tensor's largest magnitude.
 BOUND = 5e-5
@@ -26,14 +26,14 @@ BOUND = 5e-5
 BF16_BOUND = 0.08
 
 
-def run(program: Program) -> State:
+def run_random_program(program: RandomProgram) -> State:
     """The program's outcome by npuzero, the same to the bit on every rank."""
     size, local_size = program.shape
     models = [program.model() for _ in range(size)]  # made here: the generator that fills them is the process's own
 
     def rank(world: World) -> State:
         options = {"plan": program.plan, "local_size": local_size, "settings": program.settings}
-        return execute(CutSession(models[world.rank], world, precision=program.precision, **options), program)
+        return execute_program(CutSession(models[world.rank], world, precision=program.precision, **options), program)
 
     states = comm.run_threads(size, rank)
     for state in states[1:]:
@@ -41,17 +41,17 @@ def run(program: Program) -> State:
     return states[0]
 
 
-def check(seed: int, twice: bool = False) -> None:
-    program = Program.of(seed)
+def check_random_program(seed: int, twice: bool = False) -> None:
+    program = RandomProgram.of(seed)
     try:
-        found = run(program)
-        assert_same_bits(run(replace(program, settings=program.others)), found)
+        found = run_random_program(program)
+        assert_same_bits(run_random_program(replace(program, settings=program.others)), found)
         if twice:
-            assert_same_bits(run(program), found)
+            assert_same_bits(run_random_program(program), found)
         size = program.shape[0]
-        expected = execute(PlainSession(program.model(), range(size), size), program)
+        expected = execute_program(PlainSession(program.model(), range(size), size), program)
         if program.precision == "fp32":
-            assert_close(found, expected, BOUND)
+            assert_states_close(found, expected, BOUND)
         else:
             assert_moved_alike(program.model().state_dict(), found, expected)
     except BaseException as error:
@@ -82,10 +82,10 @@ def _one_thread_per_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_a_random_program_runs_as_by_plain_torch(seed: int) -> None:
-    check(seed)
+    check_random_program(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1400))
 def test_many_random_programs_run_as_by_plain_torch(seed: int) -> None:
-    check(seed, twice=seed % 4 == 0)
+    check_random_program(seed, twice=seed % 4 == 0)

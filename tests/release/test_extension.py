@@ -20,20 +20,20 @@ _FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 _WIDE = re.compile(r"^ +[0-9a-f]+:\tv(?!er[rw])")
 
 
-def objdump(*flags: str) -> list[str]:
+def run_objdump(*flags: str) -> list[str]:
     command = ["objdump", *flags, _C.__file__]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.splitlines()
 
 
 def test_it_links_neither_torch_nor_python_nor_a_vendors_library() -> None:
-    needed = {line.split()[1] for line in objdump("--private-headers") if line.startswith("  NEEDED")}
+    needed = {line.split()[1] for line in run_objdump("--private-headers") if line.startswith("  NEEDED")}
     assert {re.sub(r"^lib|\.so[.\d]*$", "", name) for name in needed} <= LIBRARIES
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="aarch64 has one instruction set")
 def test_what_not_every_processor_has_is_in_the_functions_of_that_instruction_set_alone() -> None:
     function, wide = "", set()
-    for line in objdump("--disassemble", "--no-show-raw-insn"):
+    for line in run_objdump("--disassemble", "--no-show-raw-insn"):
         if begun := _FUNCTION.match(line):
             function = begun[1]
         elif _WIDE.match(line):

@@ -22,7 +22,7 @@ assert npuzero.info()["kernels"]["flat_adam"]["cpu"]
 """
 
 
-def run(folder: Path, *command: str | Path) -> None:
+def run_packaging(folder: Path, *command: str | Path) -> None:
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
     )
@@ -32,12 +32,12 @@ def run(folder: Path, *command: str | Path) -> None:
 def make_wheel(sources: Path, folder: Path) -> Path:
     """The wheel that pip makes of a source distribution."""
     flags = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    run(folder, "-m", "pip", "wheel", *flags, "--wheel-dir", folder / "wheel", sources)
+    run_packaging(folder, "-m", "pip", "wheel", *flags, "--wheel-dir", folder / "wheel", sources)
     (wheel,) = (folder / "wheel").glob("npuzero-*.whl")
     return wheel
 
 
-def files(folder: Path) -> set[str]:
+def list_relative_files(folder: Path) -> set[str]:
     """Those under a folder, relative to it."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -52,7 +52,7 @@ def sources(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source distribution, of a copy: making one leaves files in the tree."""
     copy = project.with_name("made")
     shutil.copytree(project, copy)
-    run(copy, "setup.py", "-q", "sdist")
+    run_packaging(copy, "setup.py", "-q", "sdist")
     (made,) = (copy / "dist").glob("*.tar.gz")
     return made
 
@@ -68,13 +68,19 @@ def wheel(sources: Path) -> Path:
 def test_the_source_distribution_has_every_file_that_an_installation_reads(project: Path, sources: Path) -> None:
     with tarfile.open(sources) as archive:
         there = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"npuzero/planner/clusters/910b-64g.json", "csrc/core/view.h", "csrc/npu/cast.cpp"} <= files(project)
-    assert files(project) - there == set()
+    assert {"npuzero/planner/clusters/910b-64g.json", "csrc/core/view.h", "csrc/npu/cast.cpp"} <= list_relative_files(
+        project
+    )
+    assert list_relative_files(project) - there == set()
 
 
 def test_a_wheel_from_it_has_every_file_of_the_package(project: Path, wheel: Path) -> None:
-    package = {f"npuzero/{name}" for name in files(project / "npuzero")}
-    kernels = {f"npuzero/csrc/npu/{name}" for name in files(project / "csrc" / "npu") if not name.startswith("host/")}
+    package = {f"npuzero/{name}" for name in list_relative_files(project / "npuzero")}
+    kernels = {
+        f"npuzero/csrc/npu/{name}"
+        for name in list_relative_files(project / "csrc" / "npu")
+        if not name.startswith("host/")
+    }
     made = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("npuzero/") and name[-1] != "/"}
     assert made - {"npuzero/_C.so"} == package | kernels
 
@@ -92,7 +98,7 @@ def test_the_version_is_the_modules(sources: Path, wheel: Path) -> None:
 def test_the_real_extension_is_built_from_the_source_distribution(tmp_path: Path) -> None:
     project = copy_project(tmp_path / "project")
     shutil.copy(ROOT / "csrc" / "CMakeLists.txt", project / "csrc")
-    run(project, "setup.py", "-q", "sdist")
+    run_packaging(project, "setup.py", "-q", "sdist")
     (sources,) = (project / "dist").glob("*.tar.gz")
     zipfile.ZipFile(make_wheel(sources, tmp_path)).extractall(tmp_path / "site")
-    run(tmp_path / "site", "-c", PROGRAM)
+    run_packaging(tmp_path / "site", "-c", PROGRAM)

@@ -17,19 +17,19 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 EXPRESSION = re.compile(r"\$\{\{ *matrix\.(\w+) *\}\}")
 
 
-def jobs(name: str) -> dict[str, dict[str, Any]]:
+def workflow_jobs(name: str) -> dict[str, dict[str, Any]]:
     return yaml.safe_load(WORKFLOWS[name])["jobs"]
 
 
-def steps(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def workflow_steps(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each step of a workflow, with its job."""
-    return [(job, step) for job in jobs(name).values() for step in job["steps"]]
+    return [(job, step) for job in workflow_jobs(name).values() for step in job["steps"]]
 
 
-def commands(name: str) -> list[str]:
+def workflow_commands(name: str) -> list[str]:
     """What its steps run, once for each value of the matrix that they name."""
     said = []
-    for job, step in steps(name):
+    for job, step in workflow_steps(name):
         lines = [step.get("run", "")]
         while open_ := [line for line in lines if EXPRESSION.search(line)]:
             key = EXPRESSION.search(open_[0])[1]
@@ -40,7 +40,7 @@ def commands(name: str) -> list[str]:
     return [line for line in said if line]
 
 
-def python(version: str) -> tuple[int, ...]:
+def parse_python_version(version: str) -> tuple[int, ...]:
     """(3, 10) of 3.10 and of cp310."""
     found = re.fullmatch(r"(?:cp)?(\d)\.?(\d+)", version)
     return int(found[1]), int(found[2])
@@ -57,14 +57,16 @@ def test_there_are_checks_a_nightly_run_and_wheels_on_a_tag() -> None:
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_commands_are_shell_and_make_targets_are_there(name: str) -> None:
     targets = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
-    called = [target for line in commands(name) for target in re.findall(r"^make ([\w-]+)", line, re.MULTILINE)]
+    called = [
+        target for line in workflow_commands(name) for target in re.findall(r"^make ([\w-]+)", line, re.MULTILINE)
+    ]
     assert called and set(called) <= targets
-    for line in commands(name):
+    for line in workflow_commands(name):
         subprocess.run(["bash", "-n", "-c", re.sub(r"\$\{\{.*?\}\}", "value", line)], check=True, timeout=300)
 
 
 def test_each_kind_of_test_runs_somewhere() -> None:
-    called = {name: " ".join(commands(name)) for name in WORKFLOWS}
+    called = {name: " ".join(workflow_commands(name)) for name in WORKFLOWS}
     assert {"make lint", "make test "} <= set(re.findall(r"make lint|make test ", called["checks"]))
     for target in ("test-aarch64", "emulate", "test-cuda-source", "test-torch-npu", "test-all"):
         assert f"make {target} " in called["nightly"]
@@ -79,7 +81,7 @@ def test_whoever_asks_for_an_action_names_a_version_and_nobody_may_write(name: s
         {},
         {"publish": {"id-token": "write"}},  # what signs the upload
     )
-    used = {step["uses"] for every in WORKFLOWS for _, step in steps(every) if "uses" in step}
+    used = {step["uses"] for every in WORKFLOWS for _, step in workflow_steps(every) if "uses" in step}
     pinned = dict(action.split("@") for action in used)
     assert len(pinned) == len(used), f"two versions of one action: {used}"
     assert all(re.fullmatch(r"(v|release/v)\d+", version) for version in pinned.values())
@@ -87,19 +89,23 @@ def test_whoever_asks_for_an_action_names_a_version_and_nobody_may_write(name: s
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_job_ends_by_itself(name: str) -> None:
-    assert [job for job, said in jobs(name).items() if "timeout-minutes" not in said] == []
+    assert [job for job, said in workflow_jobs(name).items() if "timeout-minutes" not in said] == []
 
 
 def test_versions_are_the_projects() -> None:
     torch = re.search(r"^TORCH \?= (\S+)$", MAKEFILE, re.MULTILINE)[1]
     least_torch = re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1]
-    least_python = python(re.search(r'^requires-python = ">=([\d.]+)"$', PYPROJECT, re.MULTILINE)[1])
+    least_python = parse_python_version(re.search(r'^requires-python = ">=([\d.]+)"$', PYPROJECT, re.MULTILINE)[1])
     for name in ("checks", "nightly"):
         assert yaml.safe_load(WORKFLOWS[name])["env"]["TORCH"].split()[0] == torch
-    tried = jobs("wheels")["try"]["strategy"]["matrix"]["torch"]
+    tried = workflow_jobs("wheels")["try"]["strategy"]["matrix"]["torch"]
     assert tried[0].startswith(f"{least_torch}.") and torch == f"torch=={tried[-1]}"
-    pythons = [python(version) for version in jobs("wheels")["build"]["strategy"]["matrix"]["python"]]
-    tested = [python(version) for version in jobs("checks")["test"]["strategy"]["matrix"]["python"]]
+    pythons = [
+        parse_python_version(version) for version in workflow_jobs("wheels")["build"]["strategy"]["matrix"]["python"]
+    ]
+    tested = [
+        parse_python_version(version) for version in workflow_jobs("checks")["test"]["strategy"]["matrix"]["python"]
+    ]
     assert pythons[0] == tested[0] == least_python and pythons[-1] == tested[-1]
     assert pythons == [(3, minor) for minor in range(least_python[1], pythons[-1][1] + 1)]
 

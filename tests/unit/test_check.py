@@ -25,12 +25,12 @@ from npuzero.device import npu
 CPU = torch.device("cpu")
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_check_report(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
 
-def wrong_in(report: dict[str, Any]) -> dict[str, list[str]]:
+def wrong_entries(report: dict[str, Any]) -> dict[str, list[str]]:
     return {entry["name"]: entry["first"] for part in PARTS for entry in report[part] if entry["wrong"]}
 
 
@@ -41,8 +41,8 @@ def test_the_report_of_a_machine_that_is_right(
     for name, value in (("HCCL_IF_IP", "1.2.3.4"), ("HCCL_BUFFSIZE", "200"), ("PASSWORD", "xyzzy")):
         monkeypatch.setenv(name, value)
     assert main(["check", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    report = read(tmp_path)
-    assert wrong_in(report) == {} and report["complete"]
+    report = read_check_report(tmp_path)
+    assert wrong_entries(report) == {} and report["complete"]
     assert {entry["name"].split()[0] for entry in report["ops"]} == set(_native.kernels())
     assert len(report["collectives"]) == 27 and len(report["setup"]) == 2
     assert [entry["cases"] for entry in report["training"]] == [2 * check_training.STEPS] * len(check_training.RUNS)
@@ -60,7 +60,7 @@ def test_the_report_of_a_machine_that_is_right(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ops, no training."""
-    monkeypatch.setattr(check, "cases", lambda sizes: [])
+    monkeypatch.setattr(check, "check_cases", lambda sizes: [])
     monkeypatch.setattr("npuzero.cli.check.check_training", lambda *_: [])
 
 
@@ -69,8 +69,8 @@ def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path, capsys: pytest.
     if with_npu:
         pytest.skip("there is one")
     assert main(["check", "--device", "npu", "--out", str(tmp_path)]) == 2
-    report = read(tmp_path)
-    assert "ConfigError" in wrong_in(report)["device npu"][0] and report["installation"]["versions"]["torch"]
+    report = read_check_report(tmp_path)
+    assert "ConfigError" in wrong_entries(report)["device npu"][0] and report["installation"]["versions"]["torch"]
     said = capsys.readouterr().err
     assert devices.KINDS["npu"].available().reason in said
     assert devices.KINDS["npu"].available().do in said and "Please send" not in said  # there is nothing to look into
@@ -84,8 +84,8 @@ def test_what_cannot_be_measured_is_a_finding_and_the_rest_goes_on(
 
     monkeypatch.setattr(_native, "norm", fails)
     assert main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)]) == 2
-    report = read(tmp_path)
-    assert wrong_in(report) == {
+    report = read_check_report(tmp_path)
+    assert wrong_entries(report) == {
         f"bandwidth of {name}": ["ArithmeticError: of whatever kind"] for name in ("norm", "norm, bf16 added")
     }
     assert "flat_adam, 8-bit moments" in {entry["name"] for entry in report["bandwidths"]} and report["complete"]
@@ -98,7 +98,7 @@ def test_a_crash_leaves_what_was_found_before(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(check, "check_ops", dies)
     with pytest.raises(KeyboardInterrupt):
         main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)])
-    report = read(tmp_path)
+    report = read_check_report(tmp_path)
     assert [entry["name"] for entry in report["setup"]] == ["settings of the device", "first use of the kernels"]
     assert not report["complete"]
 
@@ -111,11 +111,11 @@ def test_kernels_that_do_nothing_are_found_at_first_use(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("run", list(check_training.RUNS))
 def test_training_without_updates_is_found(monkeypatch: pytest.MonkeyPatch, run: str) -> None:
-    rank = check_training.Rank.__new__(check_training.Rank)
+    rank = check_training.TrainingCheckRank.__new__(check_training.TrainingCheckRank)
     rank.world = SingleWorld()
-    assert not check_training.compare(run, [rank.train(run)]).wrong
+    assert not check_training.compare_training(run, [rank.train(run)]).wrong
     monkeypatch.setattr(_native, "flat_adam", lambda *_: None)
-    assert check_training.compare(run, [rank.train(run)]).wrong == check_training.STEPS - 1
+    assert check_training.compare_training(run, [rank.train(run)]).wrong == check_training.STEPS - 1
 
 
 def test_ranks_that_cannot_train_are_a_finding_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_a_wrong_result_is_told_and_fails(
     monkeypatch.setattr(_native, "cast", lambda source, target, rounding, *rest: right(source, target, 0, *rest))
     assert main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)]) == 2
     assert "send" in capsys.readouterr().err
-    wrong = set(wrong_in(read(tmp_path)))
+    wrong = set(wrong_entries(read_check_report(tmp_path)))
     assert {"cast tf32", "cast away from zero", "cast stochastic"} <= wrong
     assert all(name.startswith(("cast tf32", "cast away from zero", "cast stochastic")) for name in wrong)
 
@@ -154,7 +154,7 @@ def test_a_wrong_result_is_told_and_fails(
 Op = Callable[..., None]
 
 
-def value_of(view: _C.View) -> float:
+def read_float_view(view: _C.View) -> float:
     return ctypes.c_float.from_address(view.data).value
 
 
@@ -163,7 +163,7 @@ def without_skip(op: Op, line: Any, ranges: Any, groups: Any, scale: Any, skip: 
 
 
 def with_nan_for_no(op: Op, line: Any, ranges: Any, groups: Any, scale: Any, skip: Any, *rest: Any) -> None:
-    op(line, ranges, groups, scale, None if skip and math.isnan(value_of(skip)) else skip, *rest)
+    op(line, ranges, groups, scale, None if skip and math.isnan(read_float_view(skip)) else skip, *rest)
 
 
 def with_any_skip(op: Op, line: Any, ranges: Any, groups: Any, scale: Any, skip: Any, *rest: Any) -> None:
@@ -289,8 +289,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def test_a_probe_names_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, op: str, mutant: Callable[..., None], among: str, told: set[str]
 ) -> None:
-    some = [case for case in check_cases.cases((0, 5, 4099)) if among in case[0]]
-    monkeypatch.setattr(check, "cases", lambda sizes: some)
+    some = [case for case in check_cases.check_cases((0, 5, 4099)) if among in case[0]]
+    monkeypatch.setattr(check, "check_cases", lambda sizes: some)
     assert not any(finding.wrong for finding in check.check_ops(CPU))
     monkeypatch.setattr(_native, op, partial(mutant, getattr(_native, op)))
     wrong = {finding.name.split(": ")[-1].removeprefix("draws ") for finding in check.check_ops(CPU) if finding.wrong}
@@ -309,14 +309,14 @@ def test_a_write_beside_the_output_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "stream", lambda device: 1 / 0)
+    monkeypatch.setattr(_native, "current_stream_handle", lambda device: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # a fault of ours is not the device's
         next(check.check_ops(CPU, quick=True))
 
     def refuses(*_: object) -> None:
         raise RuntimeError("the device says no")
 
-    monkeypatch.setattr(_native, "stream", lambda device: 0)
+    monkeypatch.setattr(_native, "current_stream_handle", lambda device: 0)
     monkeypatch.setattr(_native, "cast", refuses)
     finding = next(check.check_ops(CPU, quick=True))
     assert finding.wrong == finding.cases and "the device says no" in finding.first[0]

@@ -13,7 +13,7 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.table import quantity, table, unit_for
+from npuzero.cli.table import choose_byte_unit, format_bytes, format_table
 from npuzero.config import Settings
 from npuzero.info import info
 from npuzero.plan import PRESETS, THINNED, Plan
@@ -123,7 +123,7 @@ def test_memory_as_people_write_it(text, nbytes, capsys):
     assert json.loads(capsys.readouterr().out)["memory_bytes"] == nbytes
 
 
-def by_preset(text):
+def lines_by_preset(text):
     """Lines of a table by the names that its first column has."""
     named = [(line, line.split("  ")[0].split(" = ")) for line in text.splitlines()]
     return {name: line for line, names in named for name in names}
@@ -135,12 +135,14 @@ def test_which_presets_fit_and_by_how_much(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    rows = by_preset(text.split("sent per rank")[0])
+    rows = lines_by_preset(text.split("sent per rank")[0])
     fitting = []
     for name in PRESETS:
         left = facts["presets"][name]["bytes_left"]
         assert left == 16 * 2**30 - sum(facts["presets"][name]["bytes_held"].values())
-        assert rows[name].endswith(f"fits, {quantity(left)} left" if left >= 0 else f"{quantity(-left)} too much")
+        assert rows[name].endswith(
+            f"fits, {format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+        )
         fitting += [name] * (left >= 0)
     assert 0 < len(fitting) < len(PRESETS)
     assert facts["first_fit"] == fitting[0] == "zero2" and "The first that fits in 16.00 GiB is zero2" in text
@@ -196,11 +198,11 @@ def test_the_disk_s_seconds_are_those_of_both_ways(capsys):
     memory, _, moved = text.partition("moved between memories per rank and step")
     header = memory.splitlines()[6].split()
     assert header[-4:] == ["nvme", "in", "8.00", "GiB"] and "host" in header
-    row = by_preset(moved)["zero3+nvme"].split()
+    row = lines_by_preset(moved)["zero3+nvme"].split()
     # 12 bytes of each of 7e9 / 8 elements there and back, 4 to the host, 2 to the device: padded a little.
     assert float(row[-2]) == pytest.approx(2 * 12 * 7 / 8 / 5, rel=0.01)
     assert float(row[-4]) == pytest.approx(4 * 7 / 8 / 25, rel=0.01)
-    assert set(by_preset(moved)).isdisjoint(PRESETS), "what is on the device moves nothing"
+    assert set(lines_by_preset(moved)).isdisjoint(PRESETS), "what is on the device moves nothing"
     assert "The first that fits in 8.00 GiB is zero3+nvme" in text
 
 
@@ -218,7 +220,7 @@ def test_parameters_may_stay_unsharded_between_micro_batches(capsys):
     assert main([*arguments, "--between", "unsharded"]) == 0
     text = capsys.readouterr().out
     assert "parameters unsharded between them" in text.splitlines()[0]
-    row = by_preset(text.partition("sent per rank and step")[0])["zero3-keep"]
+    row = lines_by_preset(text.partition("sent per rank and step")[0])["zero3-keep"]
     assert "all / 16, after_forward unsharded, between unsharded" in row
     gathered = {}
     for chosen in ([], ["--between", "unsharded"]):
@@ -256,7 +258,7 @@ def test_plan_as_text_has_a_row_for_each_preset_in_both_tables(capsys):
     text = capsys.readouterr().out
     assert "1,000,000,000 parameters, fp32, 16 ranks (4 per host), 1 micro-batch a step" in text
     for half in text.split("sent per rank and step"):
-        assert set(by_preset(half)) >= set(PRESETS)
+        assert set(lines_by_preset(half)) >= set(PRESETS)
     assert "memory per rank\n" in text and "sent per rank and step\n" in text
     assert "activations come on top" in text.lower()
 
@@ -280,7 +282,7 @@ def test_presets_that_coincide_share_a_row_and_only_those(ranks, joined, capsys)
     assert ("All 8 ranks share a host" in text) == (joined[-1] == "zero3 = hpz = hsdp = mics")
     assert main(["plan", "--parameters", "1B", *ranks, "--micro-batches", "2", "--clip", "--json"]) == 0
     presets = json.loads(capsys.readouterr().out)["presets"]
-    places = {name: line for half in tables[:1] for name, line in by_preset(half).items() if name in PRESETS}
+    places = {name: line for half in tables[:1] for name, line in lines_by_preset(half).items() if name in PRESETS}
     for name, other in itertools.combinations(PRESETS, 2):
         assert (presets[name] == presets[other]) == (places[name] == places[other]), (name, other)
 
@@ -430,9 +432,13 @@ def test_a_single_rank_sends_nothing_and_still_has_a_picture(tmp_path, capsys):
 
 
 def test_tables_and_quantities():
-    assert table(["a", "bb"], [["x", "1"], ["long", "22"]]) == "a     bb\n----  --\nx      1\nlong  22"
-    assert unit_for(0) == ("B", 1) and unit_for(9 * 2**30) == ("MiB", 2**20) and unit_for(10 * 2**30) == ("GiB", 2**30)
-    assert [quantity(n) for n in (0, 1, 1023, 1024, 1100, 3 * 2**19)] == [
+    assert format_table(["a", "bb"], [["x", "1"], ["long", "22"]]) == "a     bb\n----  --\nx      1\nlong  22"
+    assert (
+        choose_byte_unit(0) == ("B", 1)
+        and choose_byte_unit(9 * 2**30) == ("MiB", 2**20)
+        and choose_byte_unit(10 * 2**30) == ("GiB", 2**30)
+    )
+    assert [format_bytes(n) for n in (0, 1, 1023, 1024, 1100, 3 * 2**19)] == [
         "-",
         "1 B",
         "1023 B",
@@ -440,7 +446,7 @@ def test_tables_and_quantities():
         "1.07 KiB",
         "1.50 MiB",
     ]
-    assert [quantity(n) for n in (99 * 2**30, 123 * 2**30, 1023 * 2**30, 2**40)] == [
+    assert [format_bytes(n) for n in (99 * 2**30, 123 * 2**30, 1023 * 2**30, 2**40)] == [
         "99.00 GiB",
         "123.0 GiB",
         "1,023.0 GiB",

@@ -37,36 +37,41 @@ def alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
 
 
-def sizes(kind: str, hidden: int, inner: int, heads: int, layers: int, vocabulary: int, **more: object) -> dict:
+def decoder_config(
+    kind: str, hidden: int, inner: int, heads: int, layers: int, vocabulary: int, **more: object
+) -> dict:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     return {"model_type": kind, **dict(zip(names, (hidden, inner, heads, layers, vocabulary), strict=True)), **more}
 
 
-def gpt2(hidden: int, heads: int, layers: int, **more: object) -> dict:
+def gpt2_config(hidden: int, heads: int, layers: int, **more: object) -> dict:
     return {"model_type": "gpt2", "n_embd": hidden, "n_head": heads, "n_layer": layers, "vocab_size": 50257,
             "n_positions": 1024, **more}  # fmt: skip
 
 
 GQA = {"num_key_value_heads": 8}
-BERT = sizes("bert", 768, 3072, 12, 12, 30522, max_position_embeddings=512, type_vocab_size=2)
+BERT = decoder_config("bert", 768, 3072, 12, 12, 30522, max_position_embeddings=512, type_vocab_size=2)
 #: As their files say, and how many parameters their authors count.
 REAL = {
-    "Llama-2-7B": (sizes("llama", 4096, 11008, 32, 32, 32000), 6_738_415_616),
-    "Llama-3-8B": (sizes("llama", 4096, 14336, 32, 32, 128256, **GQA), 8_030_261_248),
-    "Llama-3.2-1B": (sizes("llama", 2048, 8192, 32, 16, 128256, **GQA, tie_word_embeddings=True), 1_235_814_400),
-    "Mistral-7B": (sizes("mistral", 4096, 14336, 32, 32, 32000, **GQA), 7_241_732_096),
-    "Mixtral-8x7B": (sizes("mixtral", 4096, 14336, 32, 32, 32000, **GQA, num_local_experts=8), 46_702_792_704),
-    "Qwen2-7B": (sizes("qwen2", 3584, 18944, 28, 28, 152064, num_key_value_heads=4), 7_615_616_512),
+    "Llama-2-7B": (decoder_config("llama", 4096, 11008, 32, 32, 32000), 6_738_415_616),
+    "Llama-3-8B": (decoder_config("llama", 4096, 14336, 32, 32, 128256, **GQA), 8_030_261_248),
+    "Llama-3.2-1B": (
+        decoder_config("llama", 2048, 8192, 32, 16, 128256, **GQA, tie_word_embeddings=True),
+        1_235_814_400,
+    ),
+    "Mistral-7B": (decoder_config("mistral", 4096, 14336, 32, 32, 32000, **GQA), 7_241_732_096),
+    "Mixtral-8x7B": (decoder_config("mixtral", 4096, 14336, 32, 32, 32000, **GQA, num_local_experts=8), 46_702_792_704),
+    "Qwen2-7B": (decoder_config("qwen2", 3584, 18944, 28, 28, 152064, num_key_value_heads=4), 7_615_616_512),
     "Qwen2.5-0.5B": (
-        sizes("qwen2", 896, 4864, 14, 24, 151936, num_key_value_heads=2, tie_word_embeddings=True),
+        decoder_config("qwen2", 896, 4864, 14, 24, 151936, num_key_value_heads=2, tie_word_embeddings=True),
         494_032_768,
     ),
-    "Qwen3-8B": (sizes("qwen3", 4096, 12288, 32, 36, 151936, **GQA, head_dim=128), 8_190_735_360),
-    "GPT-2": (gpt2(768, 12, 12), 124_439_808),
-    "GPT-2 XL": (gpt2(1600, 25, 48), 1_557_611_200),
-    "GPT-NeoX-20B": (sizes("gpt_neox", 6144, 24576, 64, 44, 50432), 20_554_567_680),
-    "Pythia-1.4B": (sizes("gpt_neox", 2048, 8192, 16, 24, 50304), 1_414_647_808),
-    "Phi-2": (sizes("phi", 2560, 10240, 32, 32, 51200), 2_779_683_840),
+    "Qwen3-8B": (decoder_config("qwen3", 4096, 12288, 32, 36, 151936, **GQA, head_dim=128), 8_190_735_360),
+    "GPT-2": (gpt2_config(768, 12, 12), 124_439_808),
+    "GPT-2 XL": (gpt2_config(1600, 25, 48), 1_557_611_200),
+    "GPT-NeoX-20B": (decoder_config("gpt_neox", 6144, 24576, 64, 44, 50432), 20_554_567_680),
+    "Pythia-1.4B": (decoder_config("gpt_neox", 2048, 8192, 16, 24, 50304), 1_414_647_808),
+    "Phi-2": (decoder_config("phi", 2560, 10240, 32, 32, 51200), 2_779_683_840),
     "BERT base": (BERT, 109_514_298),
 }
 
@@ -81,11 +86,11 @@ def test_real_models_are_counted_to_the_element(name, counter):
 
 
 TINY = {
-    kind: sizes(kind, 64, 96, 8, 2, 101, num_key_value_heads=2)
+    kind: decoder_config(kind, 64, 96, 8, 2, 101, num_key_value_heads=2)
     for kind in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt_neox", "phi")
 }
 TINY["mixtral"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-TINY |= {"gpt2": gpt2(64, 4, 2), "bert": BERT | {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 77}}
+TINY |= {"gpt2": gpt2_config(64, 4, 2), "bert": BERT | {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 77}}
 VARIANTS = [
     *((kind, {}) for kind in TINY),
     *((kind, {"tie_word_embeddings": kind != "gpt2"}) for kind in TINY if kind != "bert"),
@@ -101,7 +106,7 @@ VARIANTS = [
 ]
 
 
-def shapes(model: ModelShape) -> list[list[tuple[int, ...]]]:
+def parameter_shapes(model: ModelShape) -> list[list[tuple[int, ...]]]:
     return [[tuple(parameter.shape) for parameter in unit] for unit in model.units]
 
 
@@ -111,7 +116,7 @@ def test_both_ways_of_counting_find_the_same_shapes(kind, change, monkeypatch):
     config = TINY[kind] | change
     by_class = from_config(config, "test")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert shapes(from_config(config, "test")) == shapes(by_class)
+    assert parameter_shapes(from_config(config, "test")) == parameter_shapes(by_class)
 
 
 def test_a_key_that_the_file_leaves_out_counts_as_in_transformers(monkeypatch):
@@ -122,18 +127,18 @@ def test_a_key_that_the_file_leaves_out_counts_as_in_transformers(monkeypatch):
         by_class = from_config(config, "test")
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, "transformers", None)
-            assert shapes(from_config(config, "test")) == shapes(by_class), kind
+            assert parameter_shapes(from_config(config, "test")) == parameter_shapes(by_class), kind
 
 
 #: Others that transformers has: two stacks, images, a frozen embedding, experts, the class that the file names.
 OTHERS = {
     "T5": {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 64},
-    "ViT": sizes("vit", 32, 64, 4, 2, 0, image_size=32) | {"architectures": ["ViTForImageClassification"]},
+    "ViT": decoder_config("vit", 32, 64, 4, 2, 0, image_size=32) | {"architectures": ["ViTForImageClassification"]},
     "Whisper": {
         "model_type": "whisper", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0, "num_hidden_layers": 2,
     },
-    "OLMoE": sizes("olmoe", 32, 64, 4, 2, 64, num_experts=4, num_key_value_heads=4),
+    "OLMoE": decoder_config("olmoe", 32, 64, 4, 2, 64, num_experts=4, num_key_value_heads=4),
     "a classifier": TINY["llama"] | {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0},
     "a base model": TINY["gpt2"] | {"architectures": ["GPT2Model"]},
 }  # fmt: skip
@@ -142,7 +147,7 @@ OTHERS["ViT"].pop("vocab_size")
 
 #: Files as the hub has them: an old name of the width, the text's sizes beside a vision_config, defaults left out.
 VISION = {"embed_dim": 1280, "depth": 32, "hidden_size": 3584, "in_chans": 3, "mlp_ratio": 4, "num_heads": 16}
-CLIP = sizes("clip_vision_model", 1024, 4096, 16, 24, 32000, image_size=336, patch_size=14, projection_dim=768)
+CLIP = decoder_config("clip_vision_model", 1024, 4096, 16, 24, 32000, image_size=336, patch_size=14, projection_dim=768)
 HUB = {
     "BLOOM-560M": (
         {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880},
@@ -234,7 +239,9 @@ def test_a_misspelt_key_is_named(counter):
 
 def test_a_class_tells_its_kind(counter):
     config = LLAMA_NAMES | {"architectures": ["MistralForCausalLM"]}
-    assert shapes(from_config(config, "test")) == shapes(from_config(LLAMA | {"model_type": "mistral"}, "test"))
+    assert parameter_shapes(from_config(config, "test")) == parameter_shapes(
+        from_config(LLAMA | {"model_type": "mistral"}, "test")
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_neither_the_network_nor_a_repositorys_code_is_touched(tmp_path, monkeyp
 
 def test_a_quantized_file_is_counted_as_its_model_is_trained(counter):
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    assert shapes(from_config(LLAMA | quantized, "")) == shapes(from_config(LLAMA, ""))
+    assert parameter_shapes(from_config(LLAMA | quantized, "")) == parameter_shapes(from_config(LLAMA, ""))
 
 
 # -- by size alone -----------------------------------------------------------------------------------------------------
@@ -295,9 +302,9 @@ def of_a_rank(model: ModelShape, preset: str) -> tuple[int, int]:
 
 
 def test_a_size_of_llamas_is_llama(alone):
-    for config in (REAL["Llama-2-7B"][0], sizes("llama", 5120, 13824, 40, 40, 32000)):
+    for config in (REAL["Llama-2-7B"][0], decoder_config("llama", 5120, 13824, 40, 40, 32000)):
         real = from_config(config, "")
-        assert shapes(from_size(real.parameters)) == shapes(real)
+        assert parameter_shapes(from_size(real.parameters)) == parameter_shapes(real)
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text("utf-8")

@@ -9,11 +9,11 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.table import quantity
+from npuzero.cli.table import format_bytes
 from npuzero.config import Settings
 from npuzero.plan import PRESETS, THINNED, Plan, Precision
 from npuzero.planner.models import from_size
-from unit.test_cli import by_preset, sent_and_held
+from unit.test_cli import lines_by_preset, sent_and_held
 
 
 def test_sums_may_travel_as_wires(capsys):
@@ -60,16 +60,16 @@ def test_what_goes_between_nodes_and_inside_them(capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out.partition("sent per rank and step")[2]
     assert text.splitlines()[1].endswith("  total  between nodes  inside nodes")
-    rows = {name: line for name, line in by_preset(text).items() if name in presets}
+    rows = {name: line for name, line in lines_by_preset(text).items() if name in presets}
     assert rows.keys() == presets.keys()
     for name, line in rows.items():
         along = presets[name]["bytes_sent_along"]
-        node, local = (quantity(sum(along.get(axis, {}).values())) for axis in ("node", "local"))
+        node, local = (format_bytes(sum(along.get(axis, {}).values())) for axis in ("node", "local"))
         assert line.split()[-4:] == [*node.split(), *local.split()]
     assert "Between and inside nodes: what of this" in text
     assert main(["plan", "--parameters", "1B", "--world", "16"]) == 0
     alone = capsys.readouterr().out
-    assert "between nodes" not in alone and set(THINNED).isdisjoint(by_preset(alone))
+    assert "between nodes" not in alone and set(THINNED).isdisjoint(lines_by_preset(alone))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from npuzero.errors import ConfigError
 
 
 def test_the_settings_there_are_is_a_promise():
-    assert config.field_paths() == (
+    assert config.list_field_paths() == (
         "Settings.overlap",
         "Settings.prefetch",
         "Settings.bucket_bytes",
@@ -149,8 +149,8 @@ def test_whatever_comes_in_is_settings_or_a_config_error(values):
 
 def test_variables_are_parsed_and_checked():
     variables = {"NPUZERO_BACKEND": "reference", "NPUZERO_ISA": "avx2", "NPUZERO_TIMEOUT_S": "2.5", "HOME": "/"}
-    assert config.environment(variables) == Environment("reference", "avx2", 2.5)
-    assert config.environment({}) == Environment("native", "auto", 600.0)
+    assert config.read_environment(variables) == Environment("reference", "avx2", 2.5)
+    assert config.read_environment({}) == Environment("native", "auto", 600.0)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +169,23 @@ def test_variables_are_parsed_and_checked():
 )
 def test_a_wrong_variable_is_an_error(variables, match):
     with pytest.raises(ConfigError, match=match):
-        config.environment(variables)
+        config.read_environment(variables)
 
 
 def test_variables_of_the_build_are_left_to_the_build():
-    assert config.environment({"NPUZERO_BUILD_ANYTHING": "1"}) == Environment()
+    assert config.read_environment({"NPUZERO_BUILD_ANYTHING": "1"}) == Environment()
 
 
 def test_a_variable_sets_the_timeout(monkeypatch):
     monkeypatch.setenv("NPUZERO_TIMEOUT_S", "7")
-    assert config.environment().timeout_s == 7.0
+    assert config.read_environment().timeout_s == 7.0
 
 
 def test_launch_reads_what_torchrun_sets():
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    assert config.launch(variables) == Launch(5, 8, 1, 4)
-    assert config.launch({}) == Launch(0, 1, 0, 1)
-    assert config.launch({"RANK": "1", "WORLD_SIZE": "2"}) == Launch(1, 2, 1, 2)
+    assert config.read_launch(variables) == Launch(5, 8, 1, 4)
+    assert config.read_launch({}) == Launch(0, 1, 0, 1)
+    assert config.read_launch({"RANK": "1", "WORLD_SIZE": "2"}) == Launch(1, 2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +201,13 @@ def test_launch_reads_what_torchrun_sets():
 )
 def test_a_torn_launch_is_an_error(variables, match):
     with pytest.raises(ConfigError, match=match):
-        config.launch(variables)
+        config.read_launch(variables)
 
 
 def test_rendezvous():
-    assert config.rendezvous({"MASTER_ADDR": "host", "MASTER_PORT": "29500"}) == "host:29500"
+    assert config.find_rendezvous_address({"MASTER_ADDR": "host", "MASTER_PORT": "29500"}) == "host:29500"
     with pytest.raises(ConfigError, match="no MASTER_PORT"):
-        config.rendezvous({"MASTER_ADDR": "host"})
+        config.find_rendezvous_address({"MASTER_ADDR": "host"})
 
 
 def test_toolkits_are_found_where_their_variables_say(tmp_path):
@@ -225,7 +225,9 @@ def test_toolkits_are_found_where_their_variables_say(tmp_path):
 def test_toolkits_are_found_where_their_installers_put_them(tmp_path, monkeypatch):
     assert cann.FOLDERS == ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
     places = [tmp_path / place.lstrip("/") for place in cann.FOLDERS]
-    monkeypatch.setitem(config.TOOLKITS, "cann", (("ASCEND_HOME_PATH",), tuple(map(str, places)), cann.version))
+    monkeypatch.setitem(
+        config.TOOLKITS, "cann", (("ASCEND_HOME_PATH",), tuple(map(str, places)), cann.find_cann_version)
+    )
     assert config.find_toolkit("cann", {}) is None
     for place in reversed(places):
         place.mkdir(parents=True)

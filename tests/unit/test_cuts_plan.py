@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npuzero
-from npuzero.plan import Cut, Portion
+from npuzero.plan import Cut, TensorPortion
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[Cut, torch.Size, int]:
+def draw_cuts(draw: st.DrawFn) -> tuple[Cut, torch.Size, int]:
     """A cut, a shape that it fits, and a number of ranks that divide it."""
     n = draw(st.integers(1, 4))
     spans = tuple(n * k for k in draw(st.lists(st.integers(1, 3), max_size=3)))
@@ -24,26 +24,26 @@ def cuts(draw: st.DrawFn) -> tuple[Cut, torch.Size, int]:
     return Cut("tensor", len(before), spans), torch.Size([*before, size, *after]), n
 
 
-def whole_of(shape: torch.Size) -> torch.Tensor:
+def arange_of_shape(shape: torch.Size) -> torch.Tensor:
     return torch.arange(shape.numel()).view(shape)
 
 
-def by_hand(cut: Cut, whole: torch.Tensor, n: int, index: int) -> torch.Tensor:
+def cut_by_hand(cut: Cut, whole: torch.Tensor, n: int, index: int) -> torch.Tensor:
     spans = whole.split(list(cut.spans or (whole.shape[cut.dim],)), cut.dim)
     return torch.cat([span.chunk(n, cut.dim)[index] for span in spans if span.numel()] or [whole], cut.dim)
 
 
 class TestParts:
     @settings(max_examples=60, deadline=None)
-    @given(cuts())
+    @given(draw_cuts())
     def test_a_part_has_its_part_of_each_span_and_all_parts_make_the_whole(self, case):
         cut, shape, n = case
-        whole = whole_of(shape)
+        whole = arange_of_shape(shape)
         again = torch.full_like(whole, -1)
         for index in range(n):
             part = cut.take(whole, n, index)
             assert part.shape == cut.shape(shape, n)
-            assert torch.equal(part, by_hand(cut, whole, n, index))
+            assert torch.equal(part, cut_by_hand(cut, whole, n, index))
             cut.put(again, n, index, part)
         assert torch.equal(again, whole)
 
@@ -63,11 +63,11 @@ class TestParts:
 
 class TestBlocks:
     @settings(max_examples=100, deadline=None)
-    @given(cuts(), st.integers(1, 40))
+    @given(draw_cuts(), st.integers(1, 40))
     def test_blocks_are_the_whole_in_order_and_each_part_in_its_own(self, case, limit):
         cut, shape, n = case
-        whole = whole_of(shape).reshape(-1)
-        parts = [Portion(cut, shape, n, index) for index in range(n)]
+        whole = arange_of_shape(shape).reshape(-1)
+        parts = [TensorPortion(cut, shape, n, index) for index in range(n)]
         taken = [[] for _ in parts]
         again = torch.full_like(whole, -1)
         at = 0
@@ -88,21 +88,21 @@ class TestBlocks:
             assert sum(share.numel() for share in its) == math.prod(part.shape)
 
     def test_rows_of_the_first_dimension_are_ranges_of_one_part(self):
-        blocks = [*Portion(Cut("tensor", 0), torch.Size([8, 4]), 2, 0).blocks(100)]
+        blocks = [*TensorPortion(Cut("tensor", 0), torch.Size([8, 4]), 2, 0).blocks(100)]
         assert [(block.begin, block.end, block.owner, block.start) for block in blocks] == [
             (0, 16, 0, 0),
             (16, 32, 1, 0),
         ]
 
     def test_columns_come_by_rows_of_all_parts(self):
-        blocks = [*Portion(Cut("tensor", 1), torch.Size([8, 4]), 2, 0).blocks(20)]
+        blocks = [*TensorPortion(Cut("tensor", 1), torch.Size([8, 4]), 2, 0).blocks(20)]
         assert [(block.begin, block.end, block.owner, block.start) for block in blocks] == [
             (0, 20, None, 0),
             (20, 32, None, 10),
         ]
 
 
-class TestMisfits:
+class TestCutErrors:
     def test_a_dimension_that_does_not_divide_names_what_would(self):
         with pytest.raises(npuzero.ConfigError) as raised:
             Cut("tensor", 0).check("mlp.up.weight", (12, 5), 5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npuzero import ConfigError
-from npuzero.plan import DATA, Cut, Portion
+from npuzero.plan import DATA, Cut, TensorPortion
 
 
 @pytest.mark.parametrize(("rows", "n"), [(7, 3), (8, 3), (6, 3), (5, 4), (4, 4), (3, 1)])
@@ -25,7 +25,7 @@ def test_parts_are_equal_and_make_up_the_tensor(rows: int, n: int) -> None:
         cut.put(again, n, index, part)
     assert again.equal(whole)
     for limit in (1, 3, 100):
-        blocks = [*Portion(cut, whole.shape, n, 0).blocks(limit)]
+        blocks = [*TensorPortion(cut, whole.shape, n, 0).blocks(limit)]
         assert [block.begin for block in blocks] == [0, *(block.end for block in blocks)][:-1]
         for block in blocks:
             part = cut.take(whole, n, block.owner).view(-1)

@@ -10,7 +10,7 @@ import torch
 from npuzero.device import HostLane, make_lane
 
 
-def refuse() -> None:
+def raise_permission_error() -> None:
     raise PermissionError("not here")
 
 
@@ -42,7 +42,7 @@ def test_a_lane_may_be_closed_by_a_step_of_its_own():
 
 def test_a_lane_takes_no_step_where_its_door_is_shut():
     seen = []
-    lane = make_lane(torch.device("cpu"), "test", refuse)
+    lane = make_lane(torch.device("cpu"), "test", raise_permission_error)
     with pytest.raises(PermissionError, match="not here"):
         lane.run(lambda: seen.append(1))
     assert not seen and not any(thread.name == "npuzero-test" for thread in threading.enumerate())

@@ -11,7 +11,7 @@ import torch
 
 from npuzero.config import Settings
 from npuzero.errors import OutOfSpace
-from npuzero.memory import DeviceSpace, Ring, Spaces
+from npuzero.memory import BufferRing, DeviceSpace, MemorySpaces
 from npuzero.plan import Memory, Placement
 
 CPU = torch.device("cpu")
@@ -83,15 +83,15 @@ def test_the_end_of_a_transient_wastes_little():
     space = DeviceSpace(CPU)
     buffers = [space.transient(numel, torch.float32, "buffers") for _ in range(many)]
     torch.ones(2**20).fill_(1.0)  # the thread pool, if any
-    before_bytes = resident_bytes()
+    before_bytes = resident_page_bytes()
     for buffer in buffers:
         buffer.restore()
         buffer.tensor.fill_(1.0)
-    held_bytes = resident_bytes() - before_bytes
+    held_bytes = resident_page_bytes() - before_bytes
     assert many * numel * 4 <= held_bytes < 1.1 * many * numel * 4
 
 
-def resident_bytes() -> int:
+def resident_page_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -112,7 +112,7 @@ def test_nothing_needs_no_memory():
 
 
 def test_each_memory_has_a_space_with_counts_of_its_own():
-    spaces, others = Spaces(CPU), Spaces(CPU)
+    spaces, others = MemorySpaces(CPU), MemorySpaces(CPU)
     resting = spaces[Placement().memory]
     resting.allocate(10, torch.float32, "states")
     with_more = resting.transient(N, torch.float32, "buffers")
@@ -126,7 +126,7 @@ def test_each_memory_has_a_space_with_counts_of_its_own():
 
 
 def test_spaces_are_there_when_something_rests_in_them(tmp_path):
-    spaces = Spaces(CPU, Settings(nvme_paths=(str(tmp_path),)))
+    spaces = MemorySpaces(CPU, Settings(nvme_paths=(str(tmp_path),)))
     assert list(spaces) == [Memory.DEVICE] and len(spaces) == 1
     assert spaces[Memory.HOST] is spaces.host and spaces[Memory.NVME] is spaces.disk
     assert list(spaces) == [Memory.DEVICE, Memory.HOST, Memory.NVME]
@@ -134,7 +134,7 @@ def test_spaces_are_there_when_something_rests_in_them(tmp_path):
 
 
 def test_the_host_may_have_less_room_than_memory():
-    host = Spaces(CPU, Settings(host_bytes=100)).host
+    host = MemorySpaces(CPU, Settings(host_bytes=100)).host
     host.allocate(25, torch.float32, "states")
     for source in (None, host.pages):
         with pytest.raises(OutOfSpace, match="host_bytes"):
@@ -142,6 +142,6 @@ def test_the_host_may_have_less_room_than_memory():
 
 
 def test_a_ring_begins_on_pages_and_comes_round():
-    ring = Ring(Spaces(CPU).host, 5000, 2)
+    ring = BufferRing(MemorySpaces(CPU).host, 5000, 2)
     assert ring.slot(0).numel() == 8192 and ring.slot(0).data_ptr() % 4096 == 0
     assert ring.slot(0).data_ptr() == ring.slot(2).data_ptr() != ring.slot(1).data_ptr()

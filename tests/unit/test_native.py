@@ -15,7 +15,7 @@ from npuzero.info import info
 from npuzero.ops.reference import norm as reference
 
 
-def python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", program]
     # Elsewhere: a checkout that is not built would hide the installed package.
@@ -35,14 +35,14 @@ print(_native.backend(), _native.isa(), out.tolist())
 
 def test_environment_forces_backend_and_isa() -> None:
     worst = _native.built_isas()[0]
-    done = python(FORCED, NPUZERO_BACKEND="reference", NPUZERO_ISA=worst)
+    done = run_python(FORCED, NPUZERO_BACKEND="reference", NPUZERO_ISA=worst)
     assert done.stdout.split("\n")[0] == f"reference {worst} [3.0, 0.0]", done.stderr
-    assert "the kernel ran" in python(FORCED, NPUZERO_BACKEND="native").stderr
+    assert "the kernel ran" in run_python(FORCED, NPUZERO_BACKEND="native").stderr
 
 
 def test_environment_with_an_isa_this_machine_lacks_is_refused() -> None:
     lacking = [isa for isa in ("neon", "avx512") if isa not in _native.supported_isas()]
-    done = python("import npuzero._native", NPUZERO_ISA=lacking[0])
+    done = run_python("import npuzero._native", NPUZERO_ISA=lacking[0])
     assert done.returncode != 0 and "ConfigError: NPUZERO_ISA: expected one of" in done.stderr
 
 
@@ -51,7 +51,7 @@ def test_native_is_the_default_and_the_reference_is_not_its_fallback(monkeypatch
         raise AssertionError("the reference ran")
 
     assert _native.backend() == "native"
-    monkeypatch.setattr(reference, "norm", refuse)
+    monkeypatch.setattr(reference, "reference_norm", refuse)
     out = torch.empty(2, dtype=torch.float64)
     ops.norm(torch.ones(3), out)
     assert out.tolist() == [3.0, 0.0]
@@ -80,7 +80,7 @@ def test_a_device_without_kernels_says_so() -> None:
 
 
 def test_streams_are_integers() -> None:
-    assert _native.stream(torch.device("cpu")) == 0
+    assert _native.current_stream_handle(torch.device("cpu")) == 0
 
 
 def test_two_openmp_runtimes_are_warned_of_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

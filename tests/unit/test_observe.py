@@ -10,7 +10,7 @@ import pytest
 from npuzero import observe
 from npuzero.errors import StorageError
 from npuzero.observe import Count, Events, Instant, Span
-from npuzero.observe.sinks import trace_events
+from npuzero.observe.sinks import build_trace_events
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _rank_zero():
     assert not observe.enabled(), "a test left a sink behind"
 
 
-def _work():
+def _emit_events():
     with observe.span("gather", "blocks.0", nbytes=64), observe.span("wait", "blocks.0"):
         observe.instant("prefetch", "blocks.1")
     observe.count("memory", "device", 12.0)
@@ -30,13 +30,13 @@ def _work():
 def test_without_a_sink_nothing_is_made():
     assert not observe.enabled()
     assert observe.span("gather", "a") is observe.span("reduce", "b")
-    _work()
+    _emit_events()
 
 
 def test_events_come_in_order_of_completion():
     with observe.recording(Events()) as sink:
         assert observe.enabled()
-        _work()
+        _emit_events()
     assert [(type(event), event.category, event.name) for event in sink.events] == [
         (Instant, "prefetch", "blocks.1"),
         (Span, "wait", "blocks.0"),
@@ -109,7 +109,7 @@ def test_counters_keep_sums():
 def test_json_lines(tmp_path):
     path = tmp_path / "events.jsonl"
     with observe.recording(observe.JsonLines(path)):
-        _work()
+        _emit_events()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["kind"] for row in rows] == ["instant", "span", "span", "count"]
     assert rows[2]["category"] == "gather" and rows[2]["facts"] == {"nbytes": 64}
@@ -120,7 +120,7 @@ def test_chrome_trace_has_a_process_per_rank_and_a_lane_per_category(tmp_path):
     with observe.recording(observe.ChromeTrace(path)) as sink:
         for rank in (0, 1):
             observe.set_rank(rank)
-            _work()
+            _emit_events()
     sink.close()
     rows = json.loads(path.read_text())["traceEvents"]
     assert [row["ph"] for row in rows[:4]] == ["i", "X", "X", "C"]
@@ -136,7 +136,7 @@ def test_chrome_trace_has_a_process_per_rank_and_a_lane_per_category(tmp_path):
 
 
 def test_trace_times_are_microseconds():
-    row = trace_events([Span("gather", "a", 1.0, 1.5, 2)])[0]
+    row = build_trace_events([Span("gather", "a", 1.0, 1.5, 2)])[0]
     assert (row["ts"], row["dur"], row["pid"]) == (1e6, 0.5e6, 2)
 
 
@@ -153,6 +153,6 @@ def test_profiler_ranges_show_in_torch_profiler():
     torch_profiler = pytest.importorskip("torch.profiler")
     activities = [torch_profiler.ProfilerActivity.CPU]
     with torch_profiler.profile(activities=activities) as profile, observe.recording(observe.ProfilerRanges()):
-        _work()
+        _emit_events()
     names = {event.name for event in profile.events()}
     assert {"npuzero.gather blocks.0", "npuzero.wait blocks.0"} <= names

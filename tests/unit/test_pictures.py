@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npuzero.cli import palette
-from npuzero.cli.plot import draw, finding
+from npuzero.cli.plot import draw_reports, summarize_reports
 from npuzero.config import Settings
 from npuzero.plan import Plan, Report
 from npuzero.planner.models import from_size
@@ -27,7 +27,7 @@ VISIONS = {
 }
 
 
-def lab(colour: str, vision: str = "usual") -> tuple[float, float, float]:
+def cielab_colour(colour: str, vision: str = "usual") -> tuple[float, float, float]:
     """CIELAB of what is seen; its first is lightness, which is what a printer in grey leaves."""
     coded = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     rgb = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in coded]
@@ -44,21 +44,24 @@ def lab(colour: str, vision: str = "usual") -> tuple[float, float, float]:
 @pytest.mark.parametrize("group", ["PARTS", "FARTHER", "WORK", "SENT"])
 def test_colours_that_meet_differ_in_grey_and_to_every_eye(group):
     for (name, one), (other_name, other) in combinations(getattr(palette, group).items(), 2):
-        assert abs(lab(one)[0] - lab(other)[0]) >= 10, (name, other_name)
+        assert abs(cielab_colour(one)[0] - cielab_colour(other)[0]) >= 10, (name, other_name)
         for vision in VISIONS:
-            apart = sum((a - b) ** 2 for a, b in zip(lab(one, vision), lab(other, vision), strict=True)) ** 0.5
+            apart = (
+                sum((a - b) ** 2 for a, b in zip(cielab_colour(one, vision), cielab_colour(other, vision), strict=True))
+                ** 0.5
+            )
             assert apart >= 20, (name, other_name, vision)
 
 
 def test_curves_differ_in_colour_and_in_grey_in_lightness_or_dashes():
     for (one, dash), (other, other_dash) in combinations(palette.CURVES, 2):
         assert one != other
-        assert abs(lab(one)[0] - lab(other)[0]) >= 10 or dash != other_dash, (one, other)
+        assert abs(cielab_colour(one)[0] - cielab_colour(other)[0]) >= 10 or dash != other_dash, (one, other)
 
 
 def test_text_on_a_colour_is_dark_or_white():
-    assert palette.ink(palette.PARTS["activations"]) == palette.TEXT
-    assert palette.ink(palette.PARTS["parameters"]) == palette.PAPER
+    assert palette.text_colour(palette.PARTS["activations"]) == palette.TEXT
+    assert palette.text_colour(palette.PARTS["parameters"]) == palette.PAPER
 
 
 def named_colours(path: Path) -> list[str]:
@@ -81,17 +84,17 @@ def test_only_the_palette_names_colours():
     assert named_colours(palette_itself)
 
 
-def report(preset: str, ranks: int = 4) -> Report:
+def predicted_report(preset: str, ranks: int = 4) -> Report:
     return from_size(10**6, None, None).predict(Plan.preset(preset, precision="fp32"), ranks, Settings())
 
 
 def test_a_plans_picture_names_what_it_shows():
     matplotlib = pytest.importorskip("matplotlib")
-    reports = {preset: report(preset) for preset in ("zero0", "zero3")}
+    reports = {preset: predicted_report(preset) for preset in ("zero0", "zero3")}
     with matplotlib.rc_context(palette.STYLE):
-        figure = draw("a model", reports, memory_bytes=2**30)
+        figure = draw_reports("a model", reports, memory_bytes=2**30)
     left, right = figure.axes
-    assert figure.get_suptitle().strip() == finding(reports)
+    assert figure.get_suptitle().strip() == summarize_reports(reports)
     assert left.get_title("left") == "Memory of a rank, MiB" and right.get_title("left").startswith("Sent by a rank")
     assert [text.get_text() for text in left.get_legend().get_texts()] == [
         "parameters",
@@ -106,7 +109,9 @@ def test_a_plans_picture_names_what_it_shows():
 def test_a_picture_of_offload_has_the_other_memories_between():
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context(palette.STYLE):
-        left, middle, _ = draw("a model", {preset: report(preset) for preset in ("zero3", "infinity-states")}).axes
+        left, middle, _ = draw_reports(
+            "a model", {preset: predicted_report(preset) for preset in ("zero3", "infinity-states")}
+        ).axes
     assert left.get_title("left").startswith("Memory of a rank")
     assert middle.get_title("left").startswith("Off the device")
     assert [text.get_text() for text in middle.get_legend().get_texts()] == ["host", "nvme"]
@@ -115,7 +120,8 @@ def test_a_picture_of_offload_has_the_other_memories_between():
 
 def test_the_finding_is_who_holds_the_least():
     assert re.fullmatch(
-        r"zero3 holds .* a rank, zero0 .*", finding({name: report(name) for name in ("zero0", "zero3")})
+        r"zero3 holds .* a rank, zero0 .*",
+        summarize_reports({name: predicted_report(name) for name in ("zero0", "zero3")}),
     )
-    alone = {name: report(name, ranks=1) for name in ("zero0", "zero1")}
-    assert finding(alone).startswith("Every preset holds 15.28 MiB")
+    alone = {name: predicted_report(name, ranks=1) for name in ("zero0", "zero1")}
+    assert summarize_reports(alone).startswith("Every preset holds 15.28 MiB")

@@ -30,19 +30,19 @@ from npuzero.plan import (
     Precision,
     Report,
     Sent,
-    Step,
+    StepSpec,
     axes_between,
     axes_beyond,
-    flattened,
-    near_numel,
+    device_shard_numel,
+    flatten_moves,
     parse_precision,
     predict_bytes,
     ring_bytes,
     sent_by_verb,
     steady_step,
 )
-from npuzero.plan.moves import Give, Start, Take, Wait
-from npuzero.plan.predict import collectives, peak_bytes
+from npuzero.plan.moves import AllocateBuffer, FreeBuffer, StartCollective, WaitCollective
+from npuzero.plan.predict import iter_collectives, peak_step_bytes
 from npuzero.shard.build import ParameterFacts, predict_units
 
 #: Over which all ranks of a usual mesh are.
@@ -50,7 +50,7 @@ AXES = ("node", "local")
 CUTS = ((), ("node",), ("local",), ("node", "local"), ("local", "node"))
 
 
-def plan_of(parameters, held, gradients, states, **more):
+def plan_of_axes(parameters, held, gradients, states, **more):
     return Plan(*map(Placement, (parameters, held, gradients, states)), **more)
 
 
@@ -61,11 +61,11 @@ def test_the_law_holds_for_every_table_that_can_be_written():
         chain = (held, parameters, gradients, states)
         lawful = all(deep[: len(shallow)] == shallow for shallow, deep in itertools.pairwise(chain))
         if lawful:
-            plan_of(parameters, held, gradients, states)
+            plan_of_axes(parameters, held, gradients, states)
             accepted += 1
         else:
             with pytest.raises(ConfigError, match="prefix"):
-                plan_of(parameters, held, gradients, states)
+                plan_of_axes(parameters, held, gradients, states)
     # Never cut; at most over one axis: from 4 places on, 2 axes; over both: 10 ways to place two cuts, 2 orders.
     assert accepted == 1 + 2 * 4 + 2 * 10
 
@@ -73,10 +73,10 @@ def test_the_law_holds_for_every_table_that_can_be_written():
 def test_between_micro_batches_parameters_are_sharded_over_the_first_of_their_axes():
     for parameters, between in itertools.product(CUTS, repeat=2):
         if parameters[: len(between)] == between:
-            plan_of(parameters, (), parameters, parameters, between=Placement(between))
+            plan_of_axes(parameters, (), parameters, parameters, between=Placement(between))
         else:
             with pytest.raises(ConfigError, match="prefix"):
-                plan_of(parameters, (), parameters, parameters, between=Placement(between))
+                plan_of_axes(parameters, (), parameters, parameters, between=Placement(between))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_is_gathered_where_parameters_stay_unsharded_until_the_update(micro
 
     def gathered(preset, between):
         plan = replace(Plan.preset(preset, local_size=4), between=Placement(between))
-        return predict_bytes(plan, flats, mesh, Step(3, micro_batches=micro_batches)).bytes_sent["all_gather"]
+        return predict_bytes(plan, flats, mesh, StepSpec(3, micro_batches=micro_batches)).bytes_sent["all_gather"]
 
     once, within = (3 * ring_bytes("all_gather", 4 * numel, size) for size in (8, 4))
     assert gathered("zero3", ()) == gathered("zero3-keep", ()) == gathered("hpz", ()) == once
@@ -127,7 +127,7 @@ def test_what_is_gathered_where_parameters_stay_unsharded_until_the_update(micro
 
 def test_a_broken_law_names_both_parts():
     with pytest.raises(ConfigError) as caught:
-        plan_of(("local",), (), ("node",), ("node", "local"))
+        plan_of_axes(("local",), (), ("node",), ("node", "local"))
     message = str(caught.value)
     assert "parameters.axes=('local',)" in message and "gradients.axes=('node',)" in message
 
@@ -280,10 +280,10 @@ def test_gradients_leave_the_device_where_they_are_sharded_as_states_are(name, o
 
 @pytest.mark.parametrize("numel", [64, 640, 64 * 1001])
 def test_a_share_keeps_whole_blocks_near_and_the_rest_far(numel):
-    assert near_numel(Placement(AXES), numel) == numel
-    assert near_numel(Placement(AXES, Memory.HOST), numel) == 0
+    assert device_shard_numel(Placement(AXES), numel) == numel
+    assert device_shard_numel(Placement(AXES, Memory.HOST), numel) == 0
     for share in (0.01, 0.3, 0.5, 0.999):
-        near = near_numel(Placement(AXES, Memory.HOST, share), numel)
+        near = device_shard_numel(Placement(AXES, Memory.HOST, share), numel)
         assert near % MOMENT_BLOCK == 0 and (1 - share) * numel - MOMENT_BLOCK < near <= (1 - share) * numel
 
 
@@ -390,7 +390,7 @@ def test_what_masters_and_moments_take(name, masters, moments):
     precision = Precision(torch.bfloat16, masters=masters, moments=moments)
     plan = Plan.preset(name, precision=precision, local_size=4)
     flats = [FlatSize(0, numel, torch.bfloat16), FlatSize(1, numel, torch.bfloat16, trainable=False)]
-    held = predict_bytes(plan, flats, MeshShape(2, 4), Step(1)).bytes_held
+    held = predict_bytes(plan, flats, MeshShape(2, 4), StepSpec(1)).bytes_held
     each = {"fp32": 4, "split": 2, "none": 0}[masters] + 2 * {"fp32": 4, "bf16": 2, "int8": 1 + 1 / 64}[moments]
     assert held["states"] == each * numel // cut
 
@@ -400,10 +400,10 @@ def test_a_flat_may_have_a_plan_of_its_own():
     sizes, mesh = (4096 * 8, 8192 * 8), MeshShape(2, 4)
     plans = [Plan.preset(name, precision="bf16", local_size=4) for name in ("zero3", "zero1")]
     alone = [
-        predict_bytes(p, [FlatSize(0, n, torch.bfloat16)], mesh, Step(1)) for n, p in zip(sizes, plans, strict=True)
+        predict_bytes(p, [FlatSize(0, n, torch.bfloat16)], mesh, StepSpec(1)) for n, p in zip(sizes, plans, strict=True)
     ]
     flats = [FlatSize(i, n, torch.bfloat16, plan=p) for i, (n, p) in enumerate(zip(sizes, plans, strict=True))]
-    both = predict_bytes(plans[0], flats, mesh, Step(1))
+    both = predict_bytes(plans[0], flats, mesh, StepSpec(1))
     for verb in ("all_gather", "reduce_scatter", "all_reduce"):
         assert both.bytes_sent[verb] == sum(report.bytes_sent[verb] for report in alone)
     for label in ("parameters", "gradients", "states"):
@@ -413,7 +413,7 @@ def test_a_flat_may_have_a_plan_of_its_own():
 def test_a_placement_says_in_which_memory_bytes_are_counted():
     """Through a ring of one slot, as there is one chunk, go gradients and parameters, in pages."""
     plan = Plan(gradients=Placement(AXES), states=Placement(AXES, Memory.HOST), precision=PRECISIONS["bf16"])
-    report = predict_bytes(plan, [FlatSize(0, 4096, torch.bfloat16)], MeshShape(1, 2), Step(1))
+    report = predict_bytes(plan, [FlatSize(0, 4096, torch.bfloat16)], MeshShape(1, 2), StepSpec(1))
     states, ring = 4096 // 2 * 12, 4 * 2048 + 2 * 2048
     assert report.held[Memory.HOST] == {"parameters": 0, "gradients": 0, "states": states, "buffers": ring}
     assert report.held[Memory.DEVICE]["states"] == 0 and report.memory["host"] == states + ring
@@ -433,21 +433,23 @@ def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches, between):
         if plan.parameters.axes[: len(between)] != between:
             return
         plan = replace(plan, between=Placement(between))
-    step = Step(1, micro_batches, clip=True, chunk_bytes=2**16)
+    step = StepSpec(1, micro_batches, clip=True, chunk_bytes=2**16)
     moves = steady_step(flats, plan, MeshShape(2, 4), step)
-    assert peak_bytes(flattened(moves)) == peak_bytes(moves)
-    sums = (sum(times * each.nbytes for each, times in collectives(all_)) for all_ in (moves, flattened(moves)))
+    assert peak_step_bytes(flatten_moves(moves)) == peak_step_bytes(moves)
+    sums = (
+        sum(times * each.nbytes for each, times in iter_collectives(all_)) for all_ in (moves, flatten_moves(moves))
+    )
     assert len(set(sums)) == 1
     open_now, started = Counter(), Counter()
-    for move in flattened(moves):
-        if isinstance(move, Take):
+    for move in flatten_moves(moves):
+        if isinstance(move, AllocateBuffer):
             open_now[move.buffer] += move.count
-        elif isinstance(move, Give):
+        elif isinstance(move, FreeBuffer):
             open_now[move.buffer] -= move.count
             assert open_now[move.buffer] >= 0
-        elif isinstance(move, Start):
+        elif isinstance(move, StartCollective):
             started[move.collective.purpose, move.collective.unit] += move.count
-        elif isinstance(move, Wait):
+        elif isinstance(move, WaitCollective):
             started[move.purpose, move.unit] -= move.count
     assert not any(open_now.values()) and not any(started.values())
 
@@ -461,8 +463,8 @@ def test_a_trillion_parameters_on_a_thousand_ranks_take_less_than_a_second():
     flats += [FlatSize(unit, bucket, torch.bfloat16) for unit in range(1, 129) for _ in range(7_800_000_000 // bucket)]
     matrices = [ParameterFacts(f"{i}", torch.Size((2048, 7168))) for i in range(3 * 384)]
     for predict in (
-        lambda: predict_bytes(plan, flats, mesh, Step(128 * 12, micro_batches=16, clip=True)),
-        lambda: predict_bytes(far, flats, mesh, Step(128 * 12, micro_batches=16, clip=True)),
+        lambda: predict_bytes(plan, flats, mesh, StepSpec(128 * 12, micro_batches=16, clip=True)),
+        lambda: predict_bytes(far, flats, mesh, StepSpec(128 * 12, micro_batches=16, clip=True)),
         lambda: predict_units([matrices] * 61, plan, mesh, Settings(), micro_batches=16),
     ):
         took_s = []

@@ -20,12 +20,12 @@ OWN = (3e-4, 7e-3)
 few = settings(max_examples=40, deadline=None)
 
 
-def optimizer_of(kind: Any = npuzero.AdamW, **options: Any) -> Any:
+def build_two_group_optimizer(kind: Any = npuzero.AdamW, **options: Any) -> Any:
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in OWN]
     return kind(groups, lr=1.0, **options)
 
 
-def rates(schedule: Any, steps: int) -> list[list[float]]:
+def schedule_rates(schedule: Any, steps: int) -> list[list[float]]:
     """Of both groups before each step, as the optimizer has them."""
     optimizer, seen = schedule.optimizer, []
     for _ in range(steps):
@@ -37,7 +37,7 @@ def rates(schedule: Any, steps: int) -> list[list[float]]:
 
 def assert_rates(schedule: Any, expected: Callable[[int, float], float], steps: int = 60) -> None:
     """``expected``: of the optimizer's n-th step from 0, and the group's own rate."""
-    for n, found in enumerate(rates(schedule, steps)):
+    for n, found in enumerate(schedule_rates(schedule, steps)):
         assert found == pytest.approx([expected(n, own) for own in OWN], rel=1e-12, abs=1e-18), n
 
 
@@ -47,14 +47,14 @@ def assert_rates(schedule: Any, expected: Callable[[int, float], float], steps: 
 @few
 @given(size=st.integers(1, 9), rate=st.floats(0.1, 4), staircase=st.booleans())
 def test_the_range_test_rises_by_a_part_of_the_least_each_interval(size: int, rate: float, staircase: bool) -> None:
-    schedule = schedules.LRRangeTest(optimizer_of(), 1e-3, size, rate, staircase)
+    schedule = schedules.LRRangeTest(build_two_group_optimizer(), 1e-3, size, rate, staircase)
     assert_rates(schedule, lambda n, own: 1e-3 * (1 + rate * (n // size if staircase else n / size)))
 
 
 warm_ups = {"steps": st.integers(2, 20), "kind": st.sampled_from(["log", "linear"])}
 
 
-def warmed(n: int, steps: int, kind: str) -> float:
+def warm_up_fraction(n: int, steps: int, kind: str) -> float:
     """How far a warm-up is in the n-th step: the schedule has been stepped n times, and counts from 0 then."""
     done = n - 1
     return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
@@ -65,11 +65,11 @@ def warmed(n: int, steps: int, kind: str) -> float:
 def test_a_warm_up_ends_at_the_greatest_rate(steps: int, kind: str, least: float, most: Any) -> None:
     tops = dict(zip(OWN, OWN if most is None else most if isinstance(most, list) else [most] * 2, strict=True))
     schedule = schedules.WarmupLR(
-        optimizer_of(), warmup_min_lr=least, warmup_max_lr=most, warmup_num_steps=steps, warmup_type=kind
+        build_two_group_optimizer(), warmup_min_lr=least, warmup_max_lr=most, warmup_num_steps=steps, warmup_type=kind
     )
 
     def expected(n: int, own: float) -> float:
-        part = 0.0 if n == 0 else 1.0 if n > steps else warmed(n, steps, kind)
+        part = 0.0 if n == 0 else 1.0 if n > steps else warm_up_fraction(n, steps, kind)
         return least + (tops[own] - least) * part
 
     assert_rates(schedule, expected)
@@ -79,12 +79,12 @@ def test_a_warm_up_ends_at_the_greatest_rate(steps: int, kind: str, least: float
 @given(**warm_ups, total=st.integers(21, 50))
 def test_a_decay_reaches_the_least_rate_in_the_last_step(steps: int, kind: str, total: int) -> None:
     params = {"total_num_steps": total, "warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": steps}
-    schedule = schedules.WarmupDecayLR(optimizer_of(), **params, warmup_type=kind)
+    schedule = schedules.WarmupDecayLR(build_two_group_optimizer(), **params, warmup_type=kind)
 
     def expected(n: int, own: float) -> float:
         if n == 0:
             return 1e-5
-        part = warmed(n, steps, kind) if n <= steps else max(0.0, (total - (n - 1)) / (total - steps))
+        part = warm_up_fraction(n, steps, kind) if n <= steps else max(0.0, (total - (n - 1)) / (total - steps))
         return 1e-5 + (1e-3 - 1e-5) * part
 
     assert_rates(schedule, expected)
@@ -93,13 +93,13 @@ def test_a_decay_reaches_the_least_rate_in_the_last_step(steps: int, kind: str, 
 @few
 @given(**warm_ups, total=st.integers(21, 50), start=st.floats(0, 1), end=st.floats(0, 0.5))
 def test_a_cosine_scales_the_optimizers_own_rates(steps: int, kind: str, total: int, start: float, end: float) -> None:
-    schedule = schedules.WarmupCosineLR(optimizer_of(), total, start, steps, end, kind)
+    schedule = schedules.WarmupCosineLR(build_two_group_optimizer(), total, start, steps, end, kind)
 
     def expected(n: int, own: float) -> float:
         if n == 0:
             return 0.0
         if n <= steps:
-            return own * (start + (1 - start) * warmed(n, steps, kind))
+            return own * (start + (1 - start) * warm_up_fraction(n, steps, kind))
         done = min(1.0, (n - steps) / (total - steps))
         return own * (end + (1 - end) * (1 + math.cos(math.pi * done)) / 2)
 
@@ -112,7 +112,7 @@ CYCLE: dict[str, Any] = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_min_
 @few
 @given(up=st.integers(1, 12), down=st.integers(1, 12), size=st.integers(0, 4), stairs=st.integers(0, 5))
 def test_one_cycle_goes_up_and_down_once_and_decays(up: int, down: int, size: int, stairs: int) -> None:
-    optimizer = optimizer_of()
+    optimizer = build_two_group_optimizer()
     schedule = schedules.OneCycle(
         *(optimizer,),
         **CYCLE,
@@ -137,10 +137,10 @@ def test_one_cycle_goes_up_and_down_once_and_decays(up: int, down: int, size: in
 
 
 def test_one_cycle_leaves_a_momentum_that_is_no_beta_alone_and_says_so() -> None:
-    optimizer = optimizer_of(torch.optim.SGD, momentum=0.5)
+    optimizer = build_two_group_optimizer(torch.optim.SGD, momentum=0.5)
     with pytest.warns(UserWarning, match="momentum of SGD alone"):
         schedule = schedules.OneCycle(optimizer, **CYCLE)
-    rates(schedule, 3)
+    schedule_rates(schedule, 3)
     assert all(group["momentum"] == 0.5 and "betas" not in group for group in optimizer.param_groups)
     with warnings.catch_warnings(action="error"):
         schedules.OneCycle(optimizer, **CYCLE, cycle_momentum=False)
@@ -152,7 +152,7 @@ def test_one_cycle_leaves_a_momentum_that_is_no_beta_alone_and_says_so() -> None
 @few
 @given(init=st.integers(0, 5), ratio=st.sampled_from([0.0, 0.1, 0.25]), total=st.integers(20, 50))
 def test_fine_tuning_waits_warms_up_and_follows_a_cosine(init: int, ratio: float, total: int) -> None:
-    schedule = schedules.FineTuneCosineAnnealingWarmupLR(optimizer_of(), total, init, ratio, eta_min=1e-5)
+    schedule = schedules.FineTuneCosineAnnealingWarmupLR(build_two_group_optimizer(), total, init, ratio, eta_min=1e-5)
     warm = int(total * ratio)
 
     def expected(n: int, own: float) -> float:
@@ -166,14 +166,14 @@ def test_fine_tuning_waits_warms_up_and_follows_a_cosine(init: int, ratio: float
 
 
 def test_fine_tuning_that_does_not_wait_is_the_plain_form() -> None:
-    fine = rates(schedules.FineTuneCosineAnnealingWarmupLR(optimizer_of(), 40, 0, 0.25, 1e-6), 40)
-    assert fine == rates(schedules.CosineAnnealingWarmupLR(optimizer_of(), 40, 10, 1e-6), 40)
+    fine = schedule_rates(schedules.FineTuneCosineAnnealingWarmupLR(build_two_group_optimizer(), 40, 0, 0.25, 1e-6), 40)
+    assert fine == schedule_rates(schedules.CosineAnnealingWarmupLR(build_two_group_optimizer(), 40, 10, 1e-6), 40)
     assert fine[9] == pytest.approx(OWN) and fine[10] == pytest.approx(OWN)
 
 
 @pytest.mark.parametrize("c", [0.0, 0.5, 0.8])
 def test_the_second_beta_grows_with_the_steps(c: float) -> None:
-    optimizer = optimizer_of(betas=(0.9, 0.999))
+    optimizer = build_two_group_optimizer(betas=(0.9, 0.999))
     schedule = schedules.Beta2Scheduler(optimizer, init_beta2=0.9, c=c)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     for step in range(1, 60):
@@ -209,16 +209,16 @@ KINDS = {
 @pytest.mark.parametrize("name", ALL)
 def test_a_state_goes_on_where_it_was_saved(name: str, kind: str, tmp_path: Any) -> None:
     """With the optimizer's, through a file of plain data."""
-    whole = ALL[name](optimizer_of(KINDS[kind]))
-    expected = rates(whole, 14)
-    first = ALL[name](optimizer_of(KINDS[kind]))
-    rates(first, 6)
+    whole = ALL[name](build_two_group_optimizer(KINDS[kind]))
+    expected = schedule_rates(whole, 14)
+    first = ALL[name](build_two_group_optimizer(KINDS[kind]))
+    schedule_rates(first, 6)
     torch.save([first.state_dict(), first.optimizer.state_dict()], tmp_path / "state.pt")
     mine, its = torch.load(tmp_path / "state.pt", weights_only=True)
-    again = ALL[name](optimizer_of(KINDS[kind]))
+    again = ALL[name](build_two_group_optimizer(KINDS[kind]))
     again.optimizer.load_state_dict(its)
     again.load_state_dict(mine)
-    assert rates(again, 8) == expected[6:]
+    assert schedule_rates(again, 8) == expected[6:]
     assert again.optimizer.param_groups[0]["betas"] == whole.optimizer.param_groups[0]["betas"]
     assert isinstance(again, torch.optim.lr_scheduler.LRScheduler) and again.get_last_lr() == whole.get_last_lr()
 
@@ -228,15 +228,15 @@ def test_a_rate_that_is_a_tensor_is_written_in_place(name: str) -> None:
     parameter = nn.Parameter(torch.ones(1))
     lr = torch.tensor(OWN[0], dtype=torch.float64)
     schedule = ALL[name](npuzero.AdamW([{"params": [parameter], "lr": lr}]))
-    found = [rate for (rate,) in rates(schedule, 10)]
+    found = [rate for (rate,) in schedule_rates(schedule, 10)]
     assert schedule.optimizer.param_groups[0]["lr"] is lr
-    assert found == pytest.approx([first for first, _ in rates(ALL[name](optimizer_of()), 10)])
+    assert found == pytest.approx([first for first, _ in schedule_rates(ALL[name](build_two_group_optimizer()), 10)])
 
 
 def test_deepspeeds_can_begin_at_an_iteration() -> None:
-    expected = rates(schedules.WarmupLR(optimizer_of(), warmup_num_steps=8), 10)
-    later = schedules.WarmupLR(optimizer_of(), warmup_num_steps=8, last_batch_iteration=3)
-    assert later.last_batch_iteration == 3 and rates(later, 6) == expected[4:]
+    expected = schedule_rates(schedules.WarmupLR(build_two_group_optimizer(), warmup_num_steps=8), 10)
+    later = schedules.WarmupLR(build_two_group_optimizer(), warmup_num_steps=8, last_batch_iteration=3)
+    assert later.last_batch_iteration == 3 and schedule_rates(later, 6) == expected[4:]
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -254,7 +254,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing left for a cosine": (lambda o: schedules.CosineAnnealingWarmupLR(o, 4, 4), "total_steps.*more than the 4"),
     "a wrapper": (lambda o: schedules.WarmupLR([o]), "an optimizer"),
     "a beta of 1": (lambda o: schedules.Beta2Scheduler(o, 1.0), "init_beta2.*below 1"),
-    "betas of SGD": (lambda o: schedules.Beta2Scheduler(optimizer_of(torch.optim.SGD), 0.9), "one with betas"),
+    "betas of SGD": (
+        lambda o: schedules.Beta2Scheduler(build_two_group_optimizer(torch.optim.SGD), 0.9),
+        "one with betas",
+    ),
 }
 
 
@@ -262,4 +265,4 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_bad_arguments_are_refused(name: str) -> None:
     make, says = BAD[name]
     with pytest.raises(ConfigError, match=f"(?s){says}"):
-        make(optimizer_of())
+        make(build_two_group_optimizer())

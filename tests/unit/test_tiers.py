@@ -18,22 +18,22 @@ from npuzero.plan import (
     Placement,
     Plan,
     Precision,
-    Step,
-    divide,
-    far_block_bytes,
-    flattened,
+    StepSpec,
+    divide_shards,
+    flatten_moves,
+    offloaded_block_bytes,
     predict_bytes,
-    sections,
+    ring_section_bytes,
+    round_up_pages,
     steady_step,
-    whole_pages,
 )
-from npuzero.plan.moves import Copy, Start, Update, Wait
+from npuzero.plan.moves import CopyBytes, HostUpdate, StartCollective, WaitCollective
 
 RANKS = MeshShape(1, 8)
 LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
 
 
-def page(nbytes: int) -> int:
+def round_to_page(nbytes: int) -> int:
     return (nbytes + 4095) // 4096 * 4096
 
 
@@ -41,19 +41,25 @@ def test_seven_billion_parameters_on_eight_ranks_with_states_on_nvme_by_hand():
     """A rank has 7e9 / 8 elements: bf16 parameters there, float32 sums at home on the host, 12 bytes on the disk."""
     units, numel = 35, 200_000_000
     flats = [FlatSize(unit, numel, torch.bfloat16) for unit in range(units)]
-    report = predict_bytes(Plan.preset("infinity-states", precision="bf16"), flats, RANKS, Step(units))
+    report = predict_bytes(Plan.preset("infinity-states", precision="bf16"), flats, RANKS, StepSpec(units))
     own = units * numel // 8
     assert own == 875_000_000
     # 32 MiB of masters and moments, 12 bytes an element in blocks of 64: so many elements go through the ring at once.
     chunk = 32 * 2**20 // (12 * 64) * 64
-    ring = 3 * (page(2 * chunk) + page(4 * chunk) + page(2 * 4 * chunk))  # parameters, masters, two moments
+    ring = 3 * (
+        round_to_page(2 * chunk) + round_to_page(4 * chunk) + round_to_page(2 * 4 * chunk)
+    )  # parameters, masters, two moments
     assert report.held[Memory.NVME] == {"parameters": 0, "gradients": 0, "states": 12 * own, "buffers": 0}
     assert report.held[Memory.HOST] == {"parameters": 0, "gradients": 4 * own, "states": 0, "buffers": ring}
     device = report.held[Memory.DEVICE]
     # Sums of one flat at a time; the root, a unit and the next are gathered, one is sent while the next is packed.
     assert device == {"parameters": 2 * own, "gradients": 4 * numel // 8, "states": 0, "buffers": 5 * 2 * numel}
     last = own % chunk
-    record = own // chunk * (page(4 * chunk) + page(8 * chunk)) + page(4 * last) + page(8 * last)
+    record = (
+        own // chunk * (round_to_page(4 * chunk) + round_to_page(8 * chunk))
+        + round_to_page(4 * last)
+        + round_to_page(8 * last)
+    )
     assert report.bytes_moved == {
         "device>host": 4 * own,
         "host>device": 2 * own,
@@ -85,19 +91,21 @@ def test_what_is_moved_in_a_step(name, precision, passes):
     states, fetched, stored = BY_PRECISION[precision]
     if plan.lag:  # parameters beside them, which come once they are updated
         states, fetched = states + dtype.itemsize, 0
-    report = predict_bytes(plan, flats, RANKS, Step(3, passes))
+    report = predict_bytes(plan, flats, RANKS, StepSpec(3, passes))
     resting = dtype.itemsize * own if plan.parameters.far else 0  # gathered from there, and updated where they are
     gathered = 2 * passes * resting
     near = not plan.parameters.far
     assert report.bytes_moved["device>host"] == passes * 4 * own + near * fetched * own
     assert report.bytes_moved["host>device"] == (passes - 1) * 4 * own + near * stored * own + gathered
     assert report.held[plan.states.memory]["states"] == states * own
-    disk = page(int((4 if precision == "bf16" else 2 if "split" in precision or "8bit" in precision else 0) * own))
+    disk = round_to_page(
+        int((4 if precision == "bf16" else 2 if "split" in precision or "8bit" in precision else 0) * own)
+    )
     moments = sum(
         2 * -(-(flat.numel // 8) * (65 if precision == "bf16-8bit" else 256) // 64 // 64) * 64 for flat in flats
     )
     on_disk = plan.states.memory is Memory.NVME
-    record = on_disk * (disk + page(moments))
+    record = on_disk * (disk + round_to_page(moments))
     assert report.bytes_moved["host>nvme"] == record + resting
     # What is rounded anew from float32 masters need not be read for that.
     assert report.bytes_moved["nvme>host"] == record + gathered + (precision != "bf16") * resting
@@ -110,7 +118,7 @@ def test_a_share_keeps_the_front_of_each_shard_on_the_device(memory, homed):
     plan = Plan(gradients=gradients, states=Placement((NODE, LOCAL), memory, 0.7), precision=Precision(torch.bfloat16))
     flat = FlatSize(0, 8 * 64 * 1000, torch.bfloat16)
     near, far = 64 * 300, 64 * 700
-    report = predict_bytes(plan, [flat], RANKS, Step(1))
+    report = predict_bytes(plan, [flat], RANKS, StepSpec(1))
     assert report.held[Memory.DEVICE]["states"] == 12 * near
     assert report.held[memory]["states"] == 12 * far
     assert report.held[Memory.DEVICE]["gradients"] == 4 * (near + far)
@@ -125,7 +133,7 @@ def test_a_share_keeps_the_front_of_each_shard_on_the_device(memory, homed):
 def test_a_device_that_updates_reads_the_host_and_moves_gradients_alone():
     flats = [FlatSize(0, 8 * 4096, torch.bfloat16)]
     for name, on_disk in (("offload3", 0), ("infinity-states", 12 * 4096)):
-        report = predict_bytes(Plan.preset(name, precision="bf16"), flats, RANKS, Step(1, on_device=True))
+        report = predict_bytes(Plan.preset(name, precision="bf16"), flats, RANKS, StepSpec(1, on_device=True))
         assert [report.bytes_moved[link] for link in LINKS] == [4 * 4096, 0, on_disk, on_disk]
         assert report.held[Memory.HOST]["buffers"] == on_disk
 
@@ -134,7 +142,7 @@ def test_gradients_on_their_way_home_are_on_the_device_one_flat_at_a_time():
     flats = [FlatSize(unit, 8 * 4096, torch.bfloat16) for unit in range(4) for _ in range(12)]
     for name in OFFLOADED:
         for passes in (1, 3):
-            report = predict_bytes(Plan.preset(name, precision="bf16"), flats, RANKS, Step(4, passes))
+            report = predict_bytes(Plan.preset(name, precision="bf16"), flats, RANKS, StepSpec(4, passes))
             assert report.held[Memory.DEVICE]["gradients"] == 4 * 4096, (name, passes)
             homes = 2 if name == "delayed" else 1
             assert report.held[Memory.HOST]["gradients"] == homes * len(flats) * 4 * 4096
@@ -143,31 +151,35 @@ def test_gradients_on_their_way_home_are_on_the_device_one_flat_at_a_time():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_units_go_to_the_other_ranks_when_the_next_forward_waits_for_them(overlap):
     flats = [FlatSize(unit, 8 * 4096, torch.bfloat16) for unit in range(3)]
-    step = Step(3, overlaps_parameters=overlap)
-    moves = list(flattened(steady_step(flats, Plan.preset("offload", precision="bf16"), RANKS, step)))
+    step = StepSpec(3, overlaps_parameters=overlap)
+    moves = list(flatten_moves(steady_step(flats, Plan.preset("offload", precision="bf16"), RANKS, step)))
     restores = [
-        i for i, move in enumerate(moves) if isinstance(move, Start) and move.collective.purpose.value == "restore"
+        i
+        for i, move in enumerate(moves)
+        if isinstance(move, StartCollective) and move.collective.purpose.value == "restore"
     ]
-    updated = next(i for i, move in enumerate(moves) if isinstance(move, Update))
+    updated = next(i for i, move in enumerate(moves) if isinstance(move, HostUpdate))
     assert len(restores) == 3 and all((i > updated) is not overlap for i in restores)
     for i in restores:
         awaited = moves[i + 1]
-        assert isinstance(awaited, Wait) and awaited.unit == moves[i].collective.unit
+        assert isinstance(awaited, WaitCollective) and awaited.unit == moves[i].collective.unit
 
 
 def test_a_chunk_comes_is_updated_and_goes():
     numel = 8 * 64 * 1000
     plan = Plan.preset("infinity-states", precision="bf16-split")
     block = 64 * (2 + 2 + 4 + 4)
-    moves = steady_step([FlatSize(0, numel, torch.bfloat16)], plan, RANKS, Step(1, chunk_bytes=250 * block + 1))
-    stream = [move for move in flattened(moves) if isinstance(move, (Copy, Update))][1:]  # after gradients went home
-    elements, extent = 250 * 64, page(2 * 250 * 64) + page(8 * 250 * 64)
+    moves = steady_step([FlatSize(0, numel, torch.bfloat16)], plan, RANKS, StepSpec(1, chunk_bytes=250 * block + 1))
+    stream = [move for move in flatten_moves(moves) if isinstance(move, (CopyBytes, HostUpdate))][
+        1:
+    ]  # after gradients went home
+    elements, extent = 250 * 64, round_to_page(2 * 250 * 64) + round_to_page(8 * 250 * 64)
     assert stream == 4 * [
-        Copy("nvme>host", extent),
-        Copy("device>host", 2 * elements),
-        Update(elements),
-        Copy("host>device", 2 * elements),
-        Copy("host>nvme", extent),
+        CopyBytes("nvme>host", extent),
+        CopyBytes("device>host", 2 * elements),
+        HostUpdate(elements),
+        CopyBytes("host>device", 2 * elements),
+        CopyBytes("host>nvme", extent),
     ]
 
 
@@ -177,7 +189,7 @@ def test_a_chunk_comes_is_updated_and_goes():
 )
 def test_chunks_cover_every_shard_in_order_and_none_is_too_large(shards, chunk_bytes):
     shards = [(first * 64, (first + blocks) * 64, cost) for first, blocks, cost in shards]
-    chunks = list(divide(shards, chunk_bytes))
+    chunks = list(divide_shards(shards, chunk_bytes))
     parts = [part for chunk in chunks for part in chunk]
     for index, (first, end, _) in enumerate(shards):
         mine = [part for part in parts if part.shard == index]
@@ -199,11 +211,11 @@ def test_chunks_cover_every_shard_in_order_and_none_is_too_large(shards, chunk_b
 def test_what_an_element_counts_for_in_a_chunk(precision):
     chosen = Plan.preset("offload", precision=precision).precision
     states, fetched, _ = BY_PRECISION[precision]
-    assert far_block_bytes(chosen, chosen.parameters) == MOMENT_BLOCK * (states + fetched)
+    assert offloaded_block_bytes(chosen, chosen.parameters) == MOMENT_BLOCK * (states + fetched)
 
 
 def test_pieces_of_eight_bits_begin_on_bounds():
     """A moment of 100 blocks is 6,400 codes and 100 exponents: what comes behind is rounded up to 64 bytes."""
     plan = Plan.preset("infinity-states", precision="bf16-8bit")
-    assert sections(plan, torch.bfloat16, 6400, 2) == (0, 2 * 6400, 2 * 6400, 2 * 6528)
-    assert whole_pages(1) == 4096 and whole_pages(4096) == 4096 and whole_pages(0) == 0
+    assert ring_section_bytes(plan, torch.bfloat16, 6400, 2) == (0, 2 * 6400, 2 * 6400, 2 * 6528)
+    assert round_up_pages(1) == 4096 and round_up_pages(4096) == 4096 and round_up_pages(0) == 0

@@ -11,13 +11,13 @@ from npuzero import ConfigError, Plan, Precision, _native
 from npuzero.plan import (
     THINNED,
     FlatSize,
-    Level,
     MeshShape,
-    Step,
+    StepSpec,
+    WireLevel,
     levels_beyond,
     levels_of,
-    message_bytes,
     predict_bytes,
+    thin_message_bytes,
 )
 from npuzero.plan.wire import BLOCKS, MESSAGE_LINE
 
@@ -29,15 +29,15 @@ SHAPE = MeshShape(2, 4)
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 8, 255, 4097])
 def test_a_message_has_the_bytes_that_kernels_write(bits: int, blocks: int) -> None:
     numel = blocks * BLOCKS[bits]
-    found = message_bytes(numel, bits)
+    found = thin_message_bytes(numel, bits)
     assert found == _native._C.message_bytes(numel, bits)
     assert found % MESSAGE_LINE == 0 and 0 <= found - numel * bits // 8 - 2 * blocks < MESSAGE_LINE
 
 
 def test_a_precision_says_how_gradients_travel_along_each_axis() -> None:
     by_axis = Precision(BF16, wires={"node": "int4", "local": BF16}, feedback="node")
-    assert by_axis.level_of("node") == Level(("node",), 4, True)
-    assert by_axis.level_of("local") == Level(("local",))
+    assert by_axis.level_of("node") == WireLevel(("node",), 4, True)
+    assert by_axis.level_of("local") == WireLevel(("local",))
     assert by_axis.wire_of(BF16) is BF16 and by_axis.shard_elements == 128
     everywhere = Precision(torch.float32, wires="int8", gathers="int8", feedback="all")
     assert [everywhere.level_of(axis).bits for axis in ("pod", "node", "local", "tensor")] == [8, 8, 8, None]
@@ -119,7 +119,7 @@ def test_bytes_between_nodes_at_2_times_4() -> None:
     found = {}
     for name in ("zero3", "hpz", *THINNED):
         plan = Plan.preset(name, precision="bf16", local_size=4)
-        along = predict_bytes(plan, [FlatSize(0, numel, BF16)], SHAPE, Step(1)).sent_along
+        along = predict_bytes(plan, [FlatSize(0, numel, BF16)], SHAPE, StepSpec(1)).sent_along
         found[name] = sum(along["node"].values()) / numel
     assert found == pytest.approx({"zero3": 3.0, "hpz": 0.5, "zero++": 0.190, "thin": 0.190}, abs=5e-4)
 
@@ -129,5 +129,5 @@ def test_what_rounding_loses_is_held_with_the_states() -> None:
     for feedback, kept in ((None, 0), ("node", numel // 4), ("all", numel + numel // 4)):
         precision = Precision(BF16, wires="int4", feedback=feedback)
         plan = Plan.preset("hpz", precision=precision, local_size=4)
-        held = predict_bytes(plan, [FlatSize(0, numel, BF16)], SHAPE, Step(1)).bytes_held
+        held = predict_bytes(plan, [FlatSize(0, numel, BF16)], SHAPE, StepSpec(1)).bytes_held
         assert held["states"] == numel // 8 * 12 + 4 * kept

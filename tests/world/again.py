@@ -11,14 +11,14 @@ import torch
 import npuzero
 from npuzero import CollectiveError, ConfigError
 from npuzero.comm import World
-from world.toy import build, loss_of, tokens_of
+from world.toy import build_seeded_model, toy_loss, toy_tokens
 
 
-def _train(world: World, plan: str) -> torch.Tensor:
-    model = npuzero.zero(build(), plan=plan, world=world)
+def _train_to_vector(world: World, plan: str) -> torch.Tensor:
+    model = npuzero.zero(build_seeded_model(), plan=plan, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
-        loss_of(model, tokens_of(step, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(step, 0, world.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
     state = npuzero.full_state_dict(model, rank0_only=False)
@@ -31,7 +31,7 @@ def leaves_and_joins_again(world: World, rounds: int, backend: str | None) -> No
     for turn in range(rounds):
         time.sleep(0.07 * ((world.rank + turn) % world.size))
         assert world.exchange([turn, world.rank]) == [[turn, rank] for rank in range(world.size)]
-        trained = _train(world, ("zero3", "zero1")[turn % 2])
+        trained = _train_to_vector(world, ("zero3", "zero1")[turn % 2])
         first = trained if first is None else first
         torch.testing.assert_close(trained, first)
         world.exchange("trained")
@@ -61,7 +61,7 @@ def joins_otherwise(world: World) -> None:
 
 def keeper_ends(world: World, then: str) -> None:
     """Rank 0 keeps the store, as under mpirun and srun, and its program is shorter."""
-    model = npuzero.zero(build(), plan="zero1", world=world)
+    model = npuzero.zero(build_seeded_model(), plan="zero1", world=world)
     world.exchange("all are here")
     if world.rank == 0:
         time.sleep(0.5)

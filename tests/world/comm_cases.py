@@ -18,7 +18,7 @@ SUMMED = (*WIRES, torch.float64, torch.int32, torch.int64, torch.uint8)
 MOVED = (*SUMMED, torch.int8, torch.bool, torch.float8_e4m3fn)
 
 
-def drawn(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def rank_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """What `rank` brings: any rank can draw it. Floats spread over many exponents, so that the order of a sum shows."""
     generator = torch.Generator().manual_seed(1000 * rank + numel % 997)
     if dtype == torch.bool:
@@ -30,7 +30,7 @@ def drawn(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * torch.exp2(exponents)).to(dtype)
 
 
-def summed(tensors: list[torch.Tensor], start: torch.Tensor | None = None) -> torch.Tensor:
+def sum_in_order(tensors: list[torch.Tensor], start: torch.Tensor | None = None) -> torch.Tensor:
     """The sum in the order given, in f32 where the dtype is narrower; then `start` is added."""
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
     total = tensors[0].float() if half else tensors[0].clone()
@@ -45,7 +45,7 @@ def assert_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert not len(wrong), f"{what}: {len(wrong)} bytes differ, first at {wrong[0].item()} of {got.numel()} elements"
 
 
-def sizes(group: Communicator, item: int) -> list[int]:
+def border_sizes(group: Communicator, item: int) -> list[int]:
     """Elements per rank around the borders of a slot and of a peer's part of it."""
     slot = shared_memory.SLOT_BYTES // item
     part = shared_memory.SLOT_BYTES // max(1, group.size - 1) // 64 * 64 // item
@@ -53,7 +53,7 @@ def sizes(group: Communicator, item: int) -> list[int]:
     return sorted({0, 1, 7, *borders})
 
 
-def groups(world: World, backend: str = "") -> list[Communicator]:
+def case_communicators(world: World, backend: str = "") -> list[Communicator]:
     """All ranks: in order, reversed, and as transposed axes where the world allows."""
     everyone = tuple(range(world.size))
     orders = [everyone, everyone[::-1]]
@@ -71,92 +71,92 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_all_gather(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     """Here and below `put` says where a rank keeps what it brings."""
-    expected = torch.cat([drawn(rank, n, dtype) for rank in group.ranks])
+    expected = torch.cat([rank_values(rank, n, dtype) for rank in group.ranks])
     whole = torch.zeros(group.size * n, dtype=dtype)
-    group.all_gather(whole, put(drawn(group.ranks[group.rank], n, dtype)), tag="apart").wait()
+    group.all_gather(whole, put(rank_values(group.ranks[group.rank], n, dtype)), tag="apart").wait()
     assert_bits(whole, expected, f"all_gather {dtype} {n}")
     inside = put(torch.zeros_like(whole))
     own = inside[group.rank * n : (group.rank + 1) * n]
-    own.copy_(drawn(group.ranks[group.rank], n, dtype))
+    own.copy_(rank_values(group.ranks[group.rank], n, dtype))
     group.all_gather(inside, own, tag="inside").wait()
     assert_bits(inside, expected, f"all_gather in place {dtype} {n}")
 
 
-def check_reduce_scatter(group: Communicator, wire: torch.dtype, n: int, put: Put = as_it_is) -> None:
-    wholes = [drawn(rank, group.size * n, wire) for rank in sorted(group.ranks)]
+def check_case_reduce_scatter(group: Communicator, wire: torch.dtype, n: int, put: Put = as_it_is) -> None:
+    wholes = [rank_values(rank, group.size * n, wire) for rank in sorted(group.ranks)]
     own = slice(group.rank * n, (group.rank + 1) * n)
     parts = [whole[own] for whole in wholes]
     for result, accumulate in itertools.product({wire, torch.float32}, (False, True)):
-        whole = put(drawn(group.ranks[group.rank], group.size * n, wire))
-        shard = drawn(77, n, result)
-        expected = summed(parts, shard if accumulate else None).to(result)
+        whole = put(rank_values(group.ranks[group.rank], group.size * n, wire))
+        shard = rank_values(77, n, result)
+        expected = sum_in_order(parts, shard if accumulate else None).to(result)
         group.reduce_scatter(shard, whole, accumulate=accumulate).wait()
         what = f"reduce_scatter {wire} to {result}, accumulate={accumulate}, {n}, order {group.ranks}"
         assert_bits(shard, expected, what)
-        assert_bits(whole, drawn(group.ranks[group.rank], group.size * n, wire), "whole after " + what)
+        assert_bits(whole, rank_values(group.ranks[group.rank], group.size * n, wire), "whole after " + what)
     group.reduce_scatter(whole[own], whole).wait()
-    assert_bits(whole[own], summed(parts).to(wire), f"reduce_scatter in place {wire} {n}")
+    assert_bits(whole[own], sum_in_order(parts).to(wire), f"reduce_scatter in place {wire} {n}")
 
 
-def check_all_reduce(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
-    buffer = put(drawn(group.ranks[group.rank], n, dtype))
+def check_case_all_reduce(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
+    buffer = put(rank_values(group.ranks[group.rank], n, dtype))
     group.all_reduce(buffer).wait()
-    expected = summed([drawn(rank, n, dtype) for rank in sorted(group.ranks)]).to(dtype)
+    expected = sum_in_order([rank_values(rank, n, dtype) for rank in sorted(group.ranks)]).to(dtype)
     assert_bits(buffer, expected, f"all_reduce {dtype} {n}")
 
 
 def check_all_to_all(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     out = torch.zeros(group.size * n, dtype=dtype)
-    group.all_to_all(out, put(drawn(group.ranks[group.rank], group.size * n, dtype))).wait()
+    group.all_to_all(out, put(rank_values(group.ranks[group.rank], group.size * n, dtype))).wait()
     own = slice(group.rank * n, (group.rank + 1) * n)
-    expected = torch.cat([drawn(rank, group.size * n, dtype)[own] for rank in group.ranks])
+    expected = torch.cat([rank_values(rank, group.size * n, dtype)[own] for rank in group.ranks])
     assert_bits(out, expected, f"all_to_all {dtype} {n}")
 
 
 def check_broadcast(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     for root in range(group.size):
-        buffer = put(drawn(group.ranks[group.rank], n, dtype))
+        buffer = put(rank_values(group.ranks[group.rank], n, dtype))
         group.broadcast(buffer, root=root).wait()
-        assert_bits(buffer, drawn(group.ranks[root], n, dtype), f"broadcast {dtype} {n} from {root}")
+        assert_bits(buffer, rank_values(group.ranks[root], n, dtype), f"broadcast {dtype} {n} from {root}")
 
 
 def check_send(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     """Around a ring both ways at once: each rank first sends to its neighbours, and receives later."""
     neighbours = sorted({(group.rank + 1) % group.size, (group.rank - 1) % group.size})
-    mine = put(drawn(group.ranks[group.rank], n, dtype))
+    mine = put(rank_values(group.ranks[group.rank], n, dtype))
     got = [torch.zeros(n, dtype=dtype) for _ in neighbours]
     handles = [group.send(mine, to, f"to {to}") for to in neighbours]
     handles += [group.recv(buffer, peer, f"to {group.rank}") for buffer, peer in zip(got, neighbours, strict=True)]
     for handle in handles:
         handle.wait()
     for buffer, peer in zip(got, neighbours, strict=True):
-        assert_bits(buffer, drawn(group.ranks[peer], n, dtype), f"send {dtype} {n} from {peer}")
-    assert_bits(mine, drawn(group.ranks[group.rank], n, dtype), "what was sent")
+        assert_bits(buffer, rank_values(group.ranks[peer], n, dtype), f"send {dtype} {n} from {peer}")
+    assert_bits(mine, rank_values(group.ranks[group.rank], n, dtype), "what was sent")
 
 
-def every_verb(world: World, few: bool = False) -> None:
+def check_all_verbs(world: World, few: bool = False) -> None:
     """Every verb, dtype, size around a border, and order of the group."""
-    for group in groups(world):
+    for group in case_communicators(world):
         for check, dtypes in (
             (check_all_gather, MOVED),
-            (check_reduce_scatter, WIRES),
-            (check_all_reduce, SUMMED),
+            (check_case_reduce_scatter, WIRES),
+            (check_case_all_reduce, SUMMED),
             (check_all_to_all, MOVED),
             (check_broadcast, MOVED),
             (check_send, MOVED[::3]),
         ):
             for dtype in dtypes[:3] if few else dtypes:
-                numels = sizes(group, dtype.itemsize)
-                if check is check_all_reduce:
+                numels = border_sizes(group, dtype.itemsize)
+                if check is check_case_all_reduce:
                     numels += [group.size * numel + 1 for numel in numels[-3:]]
                 for n in numels[::3] if few else numels:
                     check(group, dtype, n)
         group.barrier()
 
 
-def in_place(world: World) -> None:
+def reduce_in_place(world: World) -> None:
     """Large buffers that other ranks can reach: of every rank, and of some."""
-    for group in groups(world):
+    for group in case_communicators(world):
 
         def reachable(tensor: torch.Tensor, group: Communicator = group) -> torch.Tensor:
             buffer = group.buffer(tensor.numel() + 3, tensor.dtype)
@@ -165,8 +165,8 @@ def in_place(world: World) -> None:
 
         for check, dtypes in (
             (check_all_gather, (torch.float32, torch.int8)),
-            (check_reduce_scatter, WIRES),
-            (check_all_reduce, SUMMED),
+            (check_case_reduce_scatter, WIRES),
+            (check_case_all_reduce, SUMMED),
             (check_all_to_all, (torch.bfloat16, torch.int64)),
             (check_broadcast, (torch.bfloat16,)),
             (check_send, (torch.float32, torch.int8)),
@@ -177,16 +177,16 @@ def in_place(world: World) -> None:
                 check(group, dtype, n, reachable if world.rank % 2 else as_it_is)
         for _ in range(8):
             for n in (16383, 16384, 16385):  # around the size from which buffers are read in place
-                check_all_reduce(group, torch.float32, n, reachable)
+                check_case_all_reduce(group, torch.float32, n, reachable)
         group.barrier()
 
 
-def many_in_flight(world: World) -> None:
+def many_case_handles(world: World) -> None:
     """Handles pile up, are waited for in another order, and some are dropped."""
     group = world.communicator(range(world.size), "case")
     n, count = 3000, 40
     shards = [torch.zeros(n) for _ in range(count)]
-    wholes = [drawn(world.rank + k, world.size * n, torch.float32) for k in range(count)]
+    wholes = [rank_values(world.rank + k, world.size * n, torch.float32) for k in range(count)]
     handles = [group.reduce_scatter(shards[k], wholes[k], tag=f"u{k}") for k in range(count)]
     group.all_gather(torch.zeros(world.size * n), torch.ones(n))  # nobody keeps its handle or its tensors
     for handle in reversed(handles):
@@ -195,12 +195,12 @@ def many_in_flight(world: World) -> None:
         assert handle.done()
     own = slice(world.rank * n, (world.rank + 1) * n)
     for k, shard in enumerate(shards):
-        parts = [drawn(rank + k, world.size * n, torch.float32)[own] for rank in range(world.size)]
-        assert_bits(shard, summed(parts), f"operation {k} of many")
+        parts = [rank_values(rank + k, world.size * n, torch.float32)[own] for rank in range(world.size)]
+        assert_bits(shard, sum_in_order(parts), f"operation {k} of many")
     group.barrier()
 
 
-def two_channels(world: World) -> None:
+def two_case_channels(world: World) -> None:
     """Ranks use two communicators in different order; neither waits for the other."""
     everyone = range(world.size)
     buffers = {name: torch.full((20000,), float(world.rank + 1)) for name in ("gather", "reduce")}
@@ -217,13 +217,13 @@ def two_channels(world: World) -> None:
         assert buffer[0] == buffer[-1] == first * world.size**4
 
 
-def pipeline(world: World) -> None:
+def run_1f1b_sends(world: World) -> None:
     """1F1B over all ranks: stages hand activations ahead and gradients back, and wait for what they receive alone."""
     rank, last = world.rank, world.size - 1
     group = world.communicator(range(world.size), "stages")
     micro_batches, n = 2 * world.size, 60_000
     sent: list[torch.Tensor] = []
-    handles: list[comm.Handle] = []
+    handles: list[comm.AsyncHandle] = []
 
     def take(peer: int, tag: str) -> torch.Tensor:
         buffer = torch.zeros(n)
@@ -235,7 +235,7 @@ def pipeline(world: World) -> None:
         handles.append(group.send(buffer, peer, tag))
 
     def forward(k: int) -> None:
-        value = take(rank - 1, f"ahead {k}") if rank else drawn(k, n, torch.float32)
+        value = take(rank - 1, f"ahead {k}") if rank else rank_values(k, n, torch.float32)
         if rank < last:
             give(value + rank, rank + 1, f"ahead {k}")
         else:
@@ -246,7 +246,7 @@ def pipeline(world: World) -> None:
         if rank:
             give(2 * value, rank - 1, f"back {k}")
         else:
-            expected = drawn(k, n, torch.float32)
+            expected = rank_values(k, n, torch.float32)
             for stage in range(last):
                 expected = expected + stage
             assert_bits(value, -expected * 2**last, f"micro-batch {k}")
@@ -283,14 +283,14 @@ def sends_of_some(world: World) -> None:
     group.barrier()
 
 
-def subgroups(world: World) -> None:
+def check_subgroups(world: World) -> None:
     """Halves of the world work by themselves, and a group of one rank does too."""
     mesh = comm.Mesh(world, 2 if world.size % 2 == 0 else 1)
     for axes in (("local",), ("node",), ()):
         group = mesh.communicator(axes, "case")
-        check_reduce_scatter(group, torch.bfloat16, 1111)
+        check_case_reduce_scatter(group, torch.bfloat16, 1111)
         check_all_gather(group, torch.float32, 1111)
-        check_all_reduce(group, torch.float16, 1111)
+        check_case_all_reduce(group, torch.float16, 1111)
         check_all_to_all(group, torch.int64, 111)
         check_broadcast(group, torch.float32, 11)
         if group.size > 1:
@@ -298,20 +298,20 @@ def subgroups(world: World) -> None:
         group.barrier()
 
 
-def exchanges(world: World) -> None:
+def check_exchanges(world: World) -> None:
     for k in range(5):
         assert world.exchange({"rank": world.rank, "k": [k, None]}) == [
             {"rank": rank, "k": [k, None]} for rank in range(world.size)
         ]
 
 
-def means(world: World) -> None:
+def check_means(world: World) -> None:
     """Of a loss that knows its gradient, a strided view, counts and a plain number: the same bits on every rank."""
-    losses = [drawn(rank, 12, torch.float32).view(3, 4).T for rank in range(world.size)]
+    losses = [rank_values(rank, 12, torch.float32).view(3, 4).T for rank in range(world.size)]
     mine = losses[world.rank].clone().requires_grad_() * 1
     got = world.mean(mine)
     assert not got.requires_grad and got.shape == (4, 3)
-    expected = summed([loss.contiguous() for loss in losses]) / world.size
+    expected = sum_in_order([loss.contiguous() for loss in losses]) / world.size
     assert_bits(got, expected, "mean of float32")
     assert torch.equal(mine, losses[world.rank]), "what was given keeps its values"
     for value in (torch.tensor(world.rank, dtype=torch.bfloat16), torch.tensor(world.rank), world.rank):
@@ -320,12 +320,12 @@ def means(world: World) -> None:
 
 
 def all_cases(world: World, few: bool = False) -> None:
-    exchanges(world)
-    means(world)
-    every_verb(world, few)
-    in_place(world)
-    many_in_flight(world)
-    two_channels(world)
-    subgroups(world)
+    check_exchanges(world)
+    check_means(world)
+    check_all_verbs(world, few)
+    reduce_in_place(world)
+    many_case_handles(world)
+    two_case_channels(world)
+    check_subgroups(world)
     sends_of_some(world)
-    pipeline(world)
+    run_1f1b_sends(world)

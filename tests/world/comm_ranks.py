@@ -30,7 +30,7 @@ SLOT_BYTES = 4096
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """What became of a rank: `value` or `error`, neither if it died; `exit_code`; when it ended (time.monotonic)."""
 
     value: Any = None
@@ -40,7 +40,7 @@ class Outcome:
     ended_s: float = 0.0
 
 
-def run_ranks(
+def run_comm_ranks(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
@@ -49,24 +49,24 @@ def run_ranks(
     timeout_s: float = 30.0,
     limit_s: float = 300.0,
     slot_bytes: int = SLOT_BYTES,
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     """`fn(world, *args)` on `size` processes that meet in `folder`. Whatever runs after `limit_s` is killed."""
     meeting = f"file://{folder}/meeting-{time.monotonic_ns()}"
     children, pipes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
         setup = (rank, size, meeting, backend, timeout_s, slot_bytes)
-        child = context.Process(target=body, args=(theirs, setup, fn, args), daemon=True)
+        child = context.Process(target=run_rank_body, args=(theirs, setup, fn, args), daemon=True)
         child.start()
         theirs.close()
         children.append(child)
         pipes.append(ours)
-    outcomes = [Outcome() for _ in range(size)]
+    outcomes = [RankOutcome() for _ in range(size)]
     deadline = time.monotonic() + limit_s
     open_pipes = dict(zip(pipes, outcomes, strict=True))
     while open_pipes and time.monotonic() < deadline:
         for pipe in wait(list(open_pipes), deadline - time.monotonic()):
-            _receive(pipe, open_pipes)
+            _receive_outcome(pipe, open_pipes)
     for child, outcome in zip(children, outcomes, strict=True):
         child.join(max(0.1, deadline - time.monotonic()))
         hangs = child.is_alive()
@@ -76,7 +76,7 @@ def run_ranks(
     return outcomes
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
+def rank_results(outcomes: list[RankOutcome]) -> list[Any]:
     """What the ranks returned; fails if one did not end well."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
@@ -84,7 +84,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _receive(pipe: Any, open_pipes: dict[Any, Outcome]) -> None:
+def _receive_outcome(pipe: Any, open_pipes: dict[Any, RankOutcome]) -> None:
     try:
         kind, *content = pipe.recv()
     except EOFError:
@@ -98,7 +98,7 @@ def _receive(pipe: Any, open_pipes: dict[Any, Outcome]) -> None:
         outcome.error, outcome.trace = content
 
 
-def body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def run_rank_body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run a rank, which meets the others where a file is, or at a store on this port."""
     rank, size, meeting, backend, timeout_s, shared_memory.SLOT_BYTES = setup
     warnings.simplefilter("error")

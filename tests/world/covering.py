@@ -14,7 +14,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def covering(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool]) -> list[Row]:
+def covering_rows(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool]) -> list[Row]:
     """Rows with a value of each of ``factors``.
 
     Args:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import npuzero
 from npuzero.comm import Communicator, Mesh, World
-from npuzero.parallel.functions import collect, copy, split, total
+from npuzero.parallel.functions import all_reduce_sum, copy_to_ranks, gather_replicated, split_replicated
 from npuzero.plan import DATA, Cut
 from npuzero.shard.cuts import cut_parameter
-from world.toy import build
+from world.toy import build_seeded_model
 
 DIM, HIDDEN, WORDS = 12, 24, 17
 TENSOR = ("tensor",)
 
 
-class Layer(nn.Module):
+class CutLayer(nn.Module):
     """Rows, packed rows, columns, and packed columns; a bias that is added once."""
 
     group: Communicator | None = None
@@ -43,14 +43,14 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         h = self.norm(x)
-        h = h if self.group is None else copy(h, self.group)
+        h = h if self.group is None else copy_to_ranks(h, self.group)
         gate, up = self.gate_up(h).chunk(2, -1)
         left, right = (h @ self.packed).chunk(2, -1)
         y = self.down(F.silu(gate) * up + left * right.sigmoid())
-        return x + (y if self.group is None else total(y, self.group)) + self.bias
+        return x + (y if self.group is None else all_reduce_sum(y, self.group)) + self.bias
 
 
-class Words(nn.Module):
+class CutWordsModel(nn.Module):
     """A tied embedding, of which ranks have columns; the other layers see nothing of that."""
 
     group: Communicator | None = None
@@ -58,18 +58,18 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(WORDS, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(CutLayer() for _ in range(2))
         self.head = nn.Linear(DIM, WORDS, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
-        x = x if self.group is None else collect(x, self.group, -1)
+        x = x if self.group is None else gather_replicated(x, self.group, -1)
         for layer in self.layers:
             x = layer(x)
         if self.group is None:
             return self.head(x)
-        return total(self.head(split(x, self.group, -1)), self.group)
+        return all_reduce_sum(self.head(split_replicated(x, self.group, -1)), self.group)
 
 
 #: By the ends of names.
@@ -82,41 +82,43 @@ CUTS = {
 }
 
 
-def cut_of(name: str) -> Cut | None:
+def find_cut(name: str) -> Cut | None:
     return next((cut for end, cut in CUTS.items() if name.endswith(end)), None)
 
 
-def cut(model: nn.Module, mesh: Mesh) -> nn.Module:
+def cut_model(model: nn.Module, mesh: Mesh) -> nn.Module:
     """``model``, whose parameters say how they are cut, over the tensor ranks of ``mesh``."""
     for module in model.modules():
-        if isinstance(module, (Layer, Words)):
+        if isinstance(module, (CutLayer, CutWordsModel)):
             module.group = mesh.communicator(TENSOR, "tensor") if mesh.size(TENSOR) > 1 else None
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (how := cut_of(name)) is not None:
+        if (how := find_cut(name)) is not None:
             cut_parameter(parameter, how)
     return model
 
 
-def mesh_of(world: World, tensor: int) -> Mesh:
+def tensor_mesh(world: World, tensor: int) -> Mesh:
     return npuzero.mesh(tensor=tensor, local_size=2 if world.size // tensor == 4 else 1, world=world)
 
 
-def shard(world: World, tensor: int, plan: str, seed: int = 0, **options: Any) -> tuple[Any, Mesh]:
-    mesh = mesh_of(world, tensor)
-    return npuzero.zero(cut(build(seed, make=Words), mesh), plan=plan, mesh=mesh, **options), mesh
+def build_cut_model(world: World, tensor: int, plan: str, seed: int = 0, **options: Any) -> tuple[Any, Mesh]:
+    mesh = tensor_mesh(world, tensor)
+    return npuzero.zero(
+        cut_model(build_seeded_model(seed, make=CutWordsModel), mesh), plan=plan, mesh=mesh, **options
+    ), mesh
 
 
-def batch(step: int, rank: int, ranks: int) -> Tensor:
+def cut_batch(step: int, rank: int, ranks: int) -> Tensor:
     """[12 / ranks, 6] int64: the rank's part of a step's tokens, however many ranks share them."""
     tokens = torch.randint(WORDS, (12, 6), generator=torch.Generator().manual_seed(step))
     return tokens.chunk(ranks)[rank]
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def cut_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(
+def train_words(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     steps: range,
@@ -126,7 +128,7 @@ def train(
 ) -> list[Tensor]:
     norms = []
     for step in steps:
-        loss_of(model, batch(step, rank, ranks)).backward()
+        cut_model_loss(model, cut_batch(step, rank, ranks)).backward()
         if clip is not None:
             norms.append(clip().detach().clone())
         optimizer.step()
@@ -134,15 +136,15 @@ def train(
     return norms
 
 
-def train_cut(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+def train_cut_words(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
     rank, ranks = mesh.index(DATA), mesh.size(DATA)
-    return train(model, optimizer, steps, rank, ranks, lambda: npuzero.clip_grad_norm_(model, 0.5))
+    return train_words(model, optimizer, steps, rank, ranks, lambda: npuzero.clip_grad_norm_(model, 0.5))
 
 
 @cache
-def plain(steps: int) -> dict[str, Tensor]:
+def train_words_plain(steps: int) -> dict[str, Tensor]:
     """The model and the gradients' norms of one process."""
-    model = build(make=Words)
+    model = build_seeded_model(make=CutWordsModel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    norms = train(model, optimizer, range(steps), 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    norms = train_words(model, optimizer, range(steps), 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     return {"norms": torch.stack(norms), **{name: value.detach() for name, value in model.state_dict().items()}}

@@ -24,13 +24,13 @@ from torch import Tensor
 
 import npuzero
 from npuzero import comm
-from world.toy import build, loss_of, tokens_of
+from world.toy import build_seeded_model, toy_loss, toy_tokens
 
 #: Seconds that a child may take: half of what its rank is given.
 CHILD_S = 30
 
 
-def forked(child: Callable[[], object]) -> Callable[..., None]:
+def forked_child(child: Callable[[], object]) -> Callable[..., None]:
     """What forks; the child does ``child()`` and then ends as Python processes do, atexit and all."""
 
     def fork(*training: Any) -> None:
@@ -58,17 +58,17 @@ def ends_in_a_thread(*_: Any) -> None:
     threading.Thread(target=gc.collect).start()
 
 
-def drops_everything(training: Training) -> None:
+def drops_everything(training: ForkTraining) -> None:
     vars(training).clear()
     comm.joining._process_world = None
     gc.collect()
 
 
-def uses_npuzero(training: Training) -> None:
+def uses_npuzero(training: ForkTraining) -> None:
     """All that would reach the other ranks says that a world does not survive a fork; a world of one is fine."""
     for call in (
         npuzero.init,
-        lambda: npuzero.zero(build()),
+        lambda: npuzero.zero(build_seeded_model()),
         lambda: comm.current_world().exchange(1),
         lambda: comm.current_world().communicator(range(2), "of a child"),
         lambda: training.communicator.all_reduce(torch.ones(3)),
@@ -77,14 +77,14 @@ def uses_npuzero(training: Training) -> None:
         training.optimizer.step,
         lambda: training.loss(0).backward(),
     ):
-        refused(call)
-    alone = npuzero.zero(build(), world=comm.SingleWorld())
+        check_fork_refused(call)
+    alone = npuzero.zero(build_seeded_model(), world=comm.SingleWorld())
     optimizer = npuzero.AdamW(alone.parameters(), lr=1e-2)
-    loss_of(alone, tokens_of(0, 0, 0)).backward()
+    toy_loss(alone, toy_tokens(0, 0, 0)).backward()
     optimizer.step()
 
 
-def writes_into_the_model(training: Training) -> None:
+def writes_into_the_model(training: ForkTraining) -> None:
     """Into parameters, gradients and whatever memory of theirs the ranks share."""
     for tensor in gc.get_objects():
         if issubclass(type(tensor), Tensor) and tensor.is_floating_point() and tensor.numel():
@@ -92,7 +92,7 @@ def writes_into_the_model(training: Training) -> None:
                 tensor.detach().fill_(3.0)
 
 
-def refused(call: Callable[[], object]) -> None:
+def check_fork_refused(call: Callable[[], object]) -> None:
     try:
         call()
     except npuzero.StateError as error:
@@ -101,14 +101,14 @@ def refused(call: Callable[[], object]) -> None:
         raise AssertionError(f"line {call.__code__.co_firstlineno} is not refused")
 
 
-def loads_data(training: Training) -> None:
+def loads_data(training: ForkTraining) -> None:
     """A DataLoader whose workers end in the midst of training."""
-    loader = torch.utils.data.DataLoader([tokens_of(0, 0, 0)] * 6, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader([toy_tokens(0, 0, 0)] * 6, num_workers=2, multiprocessing_context="fork")
     for _ in loader:
         training.exchange()
 
 
-def uses_a_pool(training: Training) -> None:
+def uses_a_pool(training: ForkTraining) -> None:
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:  # new workers come from a thread
         results = [pool.apply_async(abs, (-number,)) for number in range(4)]
         training.exchange()
@@ -117,7 +117,7 @@ def uses_a_pool(training: Training) -> None:
 
 WAYS = (
     *map(
-        forked,
+        forked_child,
         (ends_normally, ends_at_once, ends_in_a_thread, drops_everything, writes_into_the_model, uses_npuzero),
     ),
     loads_data,
@@ -125,15 +125,15 @@ WAYS = (
 )
 
 
-class Training:
+class ForkTraining:
     def __init__(self, preset: str) -> None:
-        self.model = npuzero.zero(build(), plan=preset)
+        self.model = npuzero.zero(build_seeded_model(), plan=preset)
         self.optimizer = npuzero.AdamW(self.model.parameters(), lr=1e-2)
         self.rank = comm.current_world().rank
         self.communicator = comm.current_world().communicator(range(2), "beside training")
 
     def loss(self, step: int) -> Tensor:
-        return loss_of(self.model, tokens_of(step, 0, self.rank))
+        return toy_loss(self.model, toy_tokens(step, 0, self.rank))
 
     def exchange(self) -> None:
         """Something on the way between the ranks, by torch's means and ours."""
@@ -142,7 +142,7 @@ class Training:
             all_reduce(total)
             assert torch.equal(total, torch.full((1000,), 2.0))
 
-    def run(self, disturb: Callable[[Training, int], None]) -> dict[str, Tensor]:
+    def run(self, disturb: Callable[[ForkTraining, int], None]) -> dict[str, Tensor]:
         """Disturbed between the parts of a step, and within its forward and backward."""
         count, parent = 0, os.getpid()
 
@@ -170,8 +170,8 @@ def main(door: str, preset: str) -> None:
         dist.init_process_group("shm")
     else:
         npuzero.init("cpu", backend=None if door == "init" else door)
-    expected = Training(preset).run(lambda *_: None)
-    found = Training(preset).run(lambda training, count: WAYS[count - 1](training))
+    expected = ForkTraining(preset).run(lambda *_: None)
+    found = ForkTraining(preset).run(lambda training, count: WAYS[count - 1](training))
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), f"{name} is not what an undisturbed training gives"
     print("trained")

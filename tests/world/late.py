@@ -14,11 +14,11 @@ from torch.func import functional_call
 
 import npuzero
 
-from .toy import loss_of, tokens_of
+from .toy import toy_loss, toy_tokens
 from .train import CutSession, PlainSession, State
 
 
-class Delayed:
+class DelayedOptimizer:
     """An optimizer of torch's, one step late: what a plan with ``lag=1`` has to be equal to."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -84,10 +84,10 @@ class HandSession(LateSession):
 
         def late(tokens: Tensor) -> Tensor:
             return functional_call(
-                self.model, {name: _Seen.apply(p, self._seen[name]) for name, p in trains}, (tokens,)
+                self.model, {name: _SeenValue.apply(p, self._seen[name]) for name, p in trains}, (tokens,)
             )
 
-        return loss_of(late, tokens_of(step, micro_batch, self.ranks[0]))
+        return toy_loss(late, toy_tokens(step, micro_batch, self.ranks[0]))
 
     def stepped(self) -> None:
         self._seen, self._now = self._now, self.state()
@@ -103,7 +103,7 @@ class PlainLateSession(PlainSession):
     """Plain torch's."""
 
     def optimizer(self, *arguments: Any, **options: Any) -> Any:
-        self._delayed = Delayed(super().optimizer(*arguments, **options))
+        self._delayed = DelayedOptimizer(super().optimizer(*arguments, **options))
         return self._delayed
 
     def stepped(self) -> None:
@@ -116,7 +116,7 @@ class PlainLateSession(PlainSession):
         self._delayed.apply_pending()
 
 
-class _Seen(torch.autograd.Function):
+class _SeenValue(torch.autograd.Function):
     """The value of one tensor, with the gradient of another."""
 
     @staticmethod

@@ -9,29 +9,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from npuzero.comm import World
 
-from .toy import Recipe, build
-from .train import PlainSession, State, assert_close, assert_same_bits, train, train_cut
+from .toy import TrainingRecipe, build_seeded_model
+from .train import PlainSession, State, assert_same_bits, assert_states_close, train_by_recipe, train_sharded
 
-ONE = Recipe()
-CLIPPED = Recipe(steps=5, clip=0.5, groups=True)
-FOUR = Recipe(micro_batches=4, clip=0.5, groups=True)
+ONE = TrainingRecipe()
+CLIPPED = TrainingRecipe(steps=5, clip=0.5, groups=True)
+FOUR = TrainingRecipe(micro_batches=4, clip=0.5, groups=True)
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 #: What a job does: recipes, and the plans that train by them.
-Work = Mapping[Recipe, Sequence[str]]
+Work = Mapping[TrainingRecipe, Sequence[str]]
 
 
 class DdpSession(PlainSession):
     """torch's DistributedDataParallel, on one rank."""
 
     def __init__(self, rank: int, world: int) -> None:
-        super().__init__(DistributedDataParallel(build(), find_unused_parameters=True), [rank], world)
+        super().__init__(DistributedDataParallel(build_seeded_model(), find_unused_parameters=True), [rank], world)
 
     def state(self) -> State:
         return {name.removeprefix("module."): value for name, value in super().state().items()}
 
 
-def equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[Recipe, str], str]:
+def check_equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[TrainingRecipe, str], str]:
     """Train by each plan: as DDP does, the same on all ranks, and stages bit for bit alike with one micro-batch.
 
     Returns:
@@ -40,12 +40,12 @@ def equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[Recipe, 
     digests = {}
     for recipe, plans in work.items():
         session = DdpSession(world.rank, world.size)
-        expected = train(session, recipe) | session.state()
+        expected = train_by_recipe(session, recipe) | session.state()
         states = {}
         for plan in plans:
-            states[plan], _ = train_cut(world, recipe, plan=plan, local_size=local_size)
-            assert_close(states[plan], expected)
-            digests[recipe, plan] = mine = digest(states[plan])
+            states[plan], _ = train_sharded(world, recipe, plan=plan, local_size=local_size)
+            assert_states_close(states[plan], expected)
+            digests[recipe, plan] = mine = state_digest(states[plan])
             assert world.exchange(mine) == [mine] * world.size, f"{plan}: the ranks have parted"
         stages = [states[plan] for plan in plans if plan in STAGES]
         if recipe.micro_batches == 1:
@@ -54,7 +54,7 @@ def equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[Recipe, 
     return digests
 
 
-def digest(state: State) -> str:
+def state_digest(state: State) -> str:
     hashed = hashlib.sha256()
     for name in sorted(state):
         hashed.update(state[name].numpy().tobytes())

@@ -14,7 +14,7 @@ import npuzero
 from npuzero import ConfigError, comm
 from npuzero.comm import World
 from npuzero.shard.find_engine import engine_of
-from world.toy import Recipe, build, groups_of
+from world.toy import TrainingRecipe, build_seeded_model, toy_param_groups
 from world.train import CutSession, State, assert_same_bits
 
 QUICK = ("zero0", "zero3", "hsdp")
@@ -27,7 +27,9 @@ SIZE, ODD = 4, 2  # ranks, two a node; the one that does something else
 Loop = Callable[[CutSession, bool], None]
 
 
-def step(session: CutSession, optimizer: torch.optim.Optimizer, clip: float | None = None, number: int = 0) -> None:
+def accord_step(
+    session: CutSession, optimizer: torch.optim.Optimizer, clip: float | None = None, number: int = 0
+) -> None:
     session.loss(number).backward()
     if clip is not None:
         session.clip(clip)
@@ -35,89 +37,91 @@ def step(session: CutSession, optimizer: torch.optim.Optimizer, clip: float | No
     optimizer.zero_grad()
 
 
-def adamw(session: CutSession, clip: float | None = None, **options: Any) -> None:
-    optimizer = npuzero.AdamW(groups_of(session.model, Recipe(groups=True)), **{"lr": 1e-2, **options})
-    step(session, optimizer, clip)
+def train_adamw_step(session: CutSession, clip: float | None = None, **options: Any) -> None:
+    optimizer = npuzero.AdamW(toy_param_groups(session.model, TrainingRecipe(groups=True)), **{"lr": 1e-2, **options})
+    accord_step(session, optimizer, clip)
 
 
 def another_lr(session: CutSession, odd: bool) -> None:
-    adamw(session, clip=1.0, lr=2e-2 if odd else 1e-2)
+    train_adamw_step(session, clip=1.0, lr=2e-2 if odd else 1e-2)
 
 
 def a_tensor_as_lr(session: CutSession, odd: bool) -> None:
-    adamw(session, lr=torch.tensor(2e-2 if odd else 1e-2))
+    train_adamw_step(session, lr=torch.tensor(2e-2 if odd else 1e-2))
 
 
 def a_schedule_that_follows_the_ranks_own_loss(session: CutSession, odd: bool) -> None:
     optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     for number in range(3):
-        step(session, optimizer, clip=1.0, number=number)
+        accord_step(session, optimizer, clip=1.0, number=number)
         schedule.step(2.0 + number if odd else 2.0 - number)
 
 
 def a_tensor_that_is_written(session: CutSession, odd: bool) -> None:
     lr = torch.tensor(1e-2)
     optimizer = npuzero.AdamW(session.model.parameters(), lr=lr)
-    step(session, optimizer)
+    accord_step(session, optimizer)
     if odd:
         lr.mul_(0.5)
-    step(session, optimizer)
+    accord_step(session, optimizer)
 
 
 def another_weight_decay(session: CutSession, odd: bool) -> None:
-    groups = list(groups_of(session.model, Recipe(groups=True)))
+    groups = list(toy_param_groups(session.model, TrainingRecipe(groups=True)))
     groups[1]["weight_decay"] = 0.1 if odd else 0.0  # type: ignore[index]
-    step(session, npuzero.ZeroOptimizer(torch.optim.SGD, groups, lr=0.1))
+    accord_step(session, npuzero.ZeroOptimizer(torch.optim.SGD, groups, lr=0.1))
 
 
 def other_betas(session: CutSession, odd: bool) -> None:
-    adamw(session, betas=(0.9, 0.95) if odd else (0.9, 0.999))
+    train_adamw_step(session, betas=(0.9, 0.95) if odd else (0.9, 0.999))
 
 
 def maximizing(session: CutSession, odd: bool) -> None:
-    adamw(session, maximize=odd)
+    train_adamw_step(session, maximize=odd)
 
 
 def another_class(session: CutSession, odd: bool) -> None:
-    step(session, (npuzero.Adam if odd else npuzero.AdamW)(session.model.parameters(), lr=1e-2))
+    accord_step(session, (npuzero.Adam if odd else npuzero.AdamW)(session.model.parameters(), lr=1e-2))
 
 
 def another_class_of_torchs(session: CutSession, odd: bool) -> None:
     kind = torch.optim.RMSprop if odd else torch.optim.SGD
-    step(session, npuzero.ZeroOptimizer(kind, session.model.parameters(), lr=1e-2, weight_decay=0.0), clip=1.0)
+    accord_step(session, npuzero.ZeroOptimizer(kind, session.model.parameters(), lr=1e-2, weight_decay=0.0), clip=1.0)
 
 
 def other_groups(session: CutSession, odd: bool) -> None:
     """The rank decays what the others do not."""
     decays = [p for p in session.model.parameters() if p.dim() >= (1 if odd else 2)]
     others = [p for p in session.model.parameters() if p.dim() < (1 if odd else 2)]
-    step(session, npuzero.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]))
+    accord_step(
+        session, npuzero.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+    )
 
 
 def a_parameter_left_out(session: CutSession, odd: bool) -> None:
     some = [p for name, p in session.model.named_parameters() if not (odd and name == "blocks.0.out.bias")]
-    step(session, npuzero.AdamW(some))
+    accord_step(session, npuzero.AdamW(some))
 
 
 def a_group_added_later(session: CutSession, odd: bool) -> None:
     named = dict(session.model.named_parameters())
     last = named.pop("norm.weight")
     optimizer = npuzero.AdamW(named.values(), lr=1e-2)
-    step(session, optimizer, clip=1.0)
+    accord_step(session, optimizer, clip=1.0)
     optimizer.add_param_group({"params": [last], "lr": 1e-3 if odd else 1e-2})
-    step(session, optimizer)
+    accord_step(session, optimizer)
 
 
 def built_before_the_model_was_cut(session: CutSession, odd: bool) -> None:
-    model = build()
+    model = build_seeded_model()
     optimizer = npuzero.AdamW(model.parameters(), lr=2e-2 if odd else 1e-2)
     plan = engine_of(session.model).plan
-    step(CutSession(model, comm.current_world(), plan=plan), optimizer)
+    accord_step(CutSession(model, comm.current_world(), plan=plan), optimizer)
 
 
 def another_clip_value(session: CutSession, odd: bool) -> None:
-    adamw(session, clip=0.5 if odd else 1.0)
+    train_adamw_step(session, clip=0.5 if odd else 1.0)
 
 
 def another_norm(session: CutSession, odd: bool) -> None:
@@ -128,7 +132,7 @@ def another_norm(session: CutSession, odd: bool) -> None:
 
 
 def no_clipping(session: CutSession, odd: bool) -> None:
-    adamw(session, clip=None if odd else 1.0)
+    train_adamw_step(session, clip=None if odd else 1.0)
 
 
 def another_clip_value_of_scaled_gradients(session: CutSession, odd: bool) -> None:
@@ -151,11 +155,11 @@ def another_rule_of_the_scale(session: CutSession, odd: bool) -> None:
 
 def freezing_later(session: CutSession, odd: bool) -> None:
     optimizer = npuzero.AdamW(session.model.parameters())
-    step(session, optimizer)
+    accord_step(session, optimizer)
     if odd:
         for parameter in session.model.blocks[0].parameters():  # type: ignore[union-attr, index]
             parameter.requires_grad_(False)
-    step(session, optimizer)
+    accord_step(session, optimizer)
 
 
 CASES: dict[Loop, tuple[dict[str, Any], Any, Any]] = {
@@ -180,11 +184,11 @@ CASES: dict[Loop, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-def errors_of(loop: Loop, **options: Any) -> list[ConfigError]:
+def rank_errors(loop: Loop, **options: Any) -> list[ConfigError]:
     """What each rank gets."""
 
     def rank(world: World) -> ConfigError:
-        session = CutSession(build(), world, **options)
+        session = CutSession(build_seeded_model(), world, **options)
         with pytest.raises(ConfigError) as caught:
             loop(session, world.rank == ODD)
         return caught.value
@@ -196,7 +200,7 @@ def errors_of(loop: Loop, **options: Any) -> list[ConfigError]:
 @pytest.mark.parametrize("loop", CASES, ids=lambda loop: loop.__name__.replace("_", " "))
 def test_ranks_that_differ(loop: Loop, plan: str) -> None:
     facts, odd, usual = CASES[loop]
-    errors = errors_of(loop, plan=plan, local_size=2)
+    errors = rank_errors(loop, plan=plan, local_size=2)
     assert len({str(error) for error in errors}) == 1
     found = errors[0].facts
     assert {key: found[key] for key in facts} == facts
@@ -207,7 +211,7 @@ def test_ranks_that_differ(loop: Loop, plan: str) -> None:
 
 @every_plan
 def test_a_rank_that_does_not_clip(plan: str) -> None:
-    errors = errors_of(no_clipping, plan=plan, local_size=2)
+    errors = rank_errors(no_clipping, plan=plan, local_size=2)
     assert len({str(error) for error in errors}) == 1
     assert errors[0].facts == {"key": "call", "rank": ODD, "values": [True, True, False, True]}
     assert errors[0].expected == "clip_grad_norm_ on every rank, since it is collective"
@@ -221,9 +225,9 @@ def test_a_step_after_all_have_the_same_again(plan: str) -> None:
     """The error came before anything was updated."""
 
     def rank(world: World, once: bool) -> State:
-        session = CutSession(build(), world, plan=plan, local_size=2)
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=2)
         optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
-        step(session, optimizer)
+        accord_step(session, optimizer)
         session.loss(1).backward()
         if once:
             optimizer.param_groups[0]["lr"] = 1.0 if world.rank == 1 else 1e-2
@@ -239,7 +243,7 @@ def test_a_step_after_all_have_the_same_again(plan: str) -> None:
         assert_same_bits(found, expected)
 
 
-def legal(world: World, plan: str) -> None:
+def run_legal_programs(world: World, plan: str) -> None:
     """Programs whose ranks do things that change nothing in another order, or with objects of their own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     session = CutSession(model, world, plan=plan, local_size=2)
@@ -271,21 +275,21 @@ def legal(world: World, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", QUICK)
 def test_what_ranks_may_do_differently(plan: str) -> None:
-    comm.run_threads(SIZE, lambda world: legal(world, plan), timeout_s=10)
+    comm.run_threads(SIZE, lambda world: run_legal_programs(world, plan), timeout_s=10)
 
 
 def test_the_words_are_exchanged_only_where_something_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A steady step asks nobody, whatever the schedule does."""
 
     def rank(world: World) -> int:
-        session = CutSession(build(), world, plan="zero3")
-        optimizer = npuzero.AdamW(groups_of(session.model, Recipe(groups=True)), lr=1e-2)
+        session = CutSession(build_seeded_model(), world, plan="zero3")
+        optimizer = npuzero.AdamW(toy_param_groups(session.model, TrainingRecipe(groups=True)), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.9**number)
         asked: list[object] = []
         exchange = world.exchange
         monkeypatch.setattr(world, "exchange", lambda value: (asked.append(value), exchange(value))[1])
         for number in range(3):
-            step(session, optimizer, clip=1.0 + number, number=number)
+            accord_step(session, optimizer, clip=1.0 + number, number=number)
             schedule.step()
         return len(asked)
 
@@ -295,13 +299,13 @@ def test_the_words_are_exchanged_only_where_something_differs(monkeypatch: pytes
 def test_random_bits_need_the_same_places() -> None:
     def loop(session: CutSession, odd: bool) -> None:
         parameters = list(session.model.parameters())
-        step(session, npuzero.AdamW(parameters[::-1] if odd else parameters))
+        accord_step(session, npuzero.AdamW(parameters[::-1] if odd else parameters))
 
-    [error, *_] = errors_of(loop, plan="zero0", precision="bf16-stochastic")
+    [error, *_] = rank_errors(loop, plan="zero0", precision="bf16-stochastic")
     assert error.facts["rank"] == ODD and "random bits" in str(error)
 
     def seeds(session: CutSession, odd: bool) -> None:
-        step(session, npuzero.AdamW(session.model.parameters(), seed=int(odd)))
+        accord_step(session, npuzero.AdamW(session.model.parameters(), seed=int(odd)))
 
-    [error, *_] = errors_of(seeds, plan="zero0", precision="bf16-stochastic")
+    [error, *_] = rank_errors(seeds, plan="zero0", precision="bf16-stochastic")
     assert error.facts["key"] == "seed" and error.facts["values"] == [0, 0, 1, 0]

@@ -20,7 +20,7 @@ from npuzero import Memory, Placement, Plan, comm
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError
 
-from .toy import build
+from .toy import build_seeded_model
 
 # Dynamo looks at gradients of what is no leaf, and ranks that are threads undo each other's silence.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -29,7 +29,7 @@ DIM, LAYERS, TOKENS = 128, 4, 256
 INPUT = TOKENS * DIM * 4  # bytes of a block's input in float32
 
 
-class Block(nn.Module):
+class NormMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
@@ -39,7 +39,7 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Chain(nn.Module):
+class CheckpointedChain(nn.Module):
     """Blocks, of which each ``interval`` are checkpointed together, and so many tensors kept."""
 
     reentrant, interval, kept = False, 1, LAYERS
@@ -47,7 +47,7 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(NormMlp() for _ in range(LAYERS))
         self.last = nn.Linear(DIM, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,40 +65,40 @@ class Chain(nn.Module):
         return x
 
 
-class Reentrant(Chain):
+class ReentrantChain(CheckpointedChain):
     reentrant = True
 
 
-class Pairs(Chain):
+class PairsChain(CheckpointedChain):
     interval, kept = 2, LAYERS // 2
 
 
-class Nested(Chain):
+class NestedChain(CheckpointedChain):
     """Each block twice under a checkpoint: what the inner one keeps is not kept at all."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         return checkpoint(super().checkpointed, at, x, use_reentrant=self.reentrant)
 
 
-class NestedReentrant(Nested):
+class NestedReentrant(NestedChain):
     reentrant = True
 
 
-class Transposed(Chain):
+class TransposedChain(CheckpointedChain):
     """Inputs that lie otherwise in memory: sums depend on it."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         return super().checkpointed(at, x.t().contiguous().t())
 
 
-class Twice(Chain):
+class TwiceChain(CheckpointedChain):
     """Each input is kept by two checkpoints."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         return super().checkpointed(at, x) + super().checkpointed(at, x)
 
 
-class Encoded(Chain):
+class EncodedChain(CheckpointedChain):
     """All checkpoints keep one tensor beside their input, and it moves once."""
 
     kept = LAYERS + 1
@@ -112,11 +112,11 @@ class Encoded(Chain):
         return checkpoint(lambda x, encoded: block(x + encoded), x, self.encoded, use_reentrant=self.reentrant)
 
 
-class EncodedReentrant(Encoded):
+class EncodedReentrant(EncodedChain):
     reentrant = True
 
 
-class WithWeights(Chain):
+class WithWeights(CheckpointedChain):
     """Checkpoints that keep parameters, and views of them, beside the input."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
@@ -125,27 +125,38 @@ class WithWeights(Chain):
         return checkpoint(lambda x, w, t, mask: block(x @ w + x @ t) * mask, x, *with_weights, use_reentrant=False)
 
 
-MODELS = [Chain, Reentrant, Pairs, Nested, NestedReentrant, Transposed, Twice, Encoded, EncodedReentrant, WithWeights]
+MODELS = [
+    CheckpointedChain,
+    ReentrantChain,
+    PairsChain,
+    NestedChain,
+    NestedReentrant,
+    TransposedChain,
+    TwiceChain,
+    EncodedChain,
+    EncodedReentrant,
+    WithWeights,
+]
 
 
-def far(preset: str | int, precision: str = "fp32", memory: Memory = Memory.HOST) -> Plan:
+def plan_with_far_activations(preset: str | int, precision: str = "fp32", memory: Memory = Memory.HOST) -> Plan:
     return replace(Plan.preset(preset, precision=precision), activations=Placement(memory=memory))
 
 
-def data(step: int, rank: int) -> Tensor:
+def activation_data(step: int, rank: int) -> Tensor:
     return torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-class Run:
+class ActivationRun:
     """A model in training on one rank."""
 
     def __init__(self, make: Callable[[], nn.Module], plan: Plan, world: World, **options: Any) -> None:
         self.rank = world.rank
-        self.model: Any = npuzero.zero(build(make=make), plan=plan, **options)
+        self.model: Any = npuzero.zero(build_seeded_model(make=make), plan=plan, **options)
         self.optimizer = npuzero.AdamW(self.model.parameters(), lr=0.01)
 
     def loss(self, step: int) -> Tensor:
-        loss: Tensor = self.model(data(step, self.rank))
+        loss: Tensor = self.model(activation_data(step, self.rank))
         return loss
 
     def end(self) -> None:
@@ -164,24 +175,28 @@ class Run:
         return moved["device>host"], moved["host>device"]
 
 
-def plain_loop(run: Run) -> None:
+def plain_loop(run: ActivationRun) -> None:
     for step in range(3):
         run.loss(step).backward()
         run.end()
 
 
-def counted(run: Run) -> tuple[int, int]:
+def count_moved_bytes(run: ActivationRun) -> tuple[int, int]:
     plain_loop(run)
     return run.moved()
 
 
-def both(
-    make: Callable[[], nn.Module], plan: Plan, loop: Callable[[Run], Any] = plain_loop, ranks: int = 1, **options: Any
+def train_both_ways(
+    make: Callable[[], nn.Module],
+    plan: Plan,
+    loop: Callable[[ActivationRun], Any] = plain_loop,
+    ranks: int = 1,
+    **options: Any,
 ) -> list[Any]:
     """Train with activations on the device and on the host: the same bits. Return what ``loop`` did, by rank."""
 
     def train(plan: Plan, world: World) -> tuple[dict[str, Tensor], Any]:
-        run = Run(make, plan, world, **options)
+        run = ActivationRun(make, plan, world, **options)
         seen = loop(run)
         return run.state(), seen
 
@@ -196,14 +211,14 @@ def both(
 @pytest.mark.checkered
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
-def test_bits_and_bytes(preset: str, make: type[Chain]) -> None:
-    for moved in both(make, far(preset), counted, ranks=2):
+def test_bits_and_bytes(preset: str, make: type[CheckpointedChain]) -> None:
+    for moved in train_both_ways(make, plan_with_far_activations(preset), count_moved_bytes, ranks=2):
         assert moved == 2 * (make.kept * INPUT,)
 
 
-@pytest.mark.parametrize("make", [Chain, Pairs])
-def test_in_bf16_two_bytes_an_element_move_each_way(make: type[Chain]) -> None:
-    for moved in both(make, far("zero3", "bf16"), counted, ranks=2):
+@pytest.mark.parametrize("make", [CheckpointedChain, PairsChain])
+def test_in_bf16_two_bytes_an_element_move_each_way(make: type[CheckpointedChain]) -> None:
+    for moved in train_both_ways(make, plan_with_far_activations("zero3", "bf16"), count_moved_bytes, ranks=2):
         assert moved == 2 * (2 * TOKENS * DIM * LAYERS // make.interval,)
 
 
@@ -212,7 +227,7 @@ def test_the_device_holds_two_inputs_and_the_host_all_of_them() -> None:
     alive: list[weakref.ref[Any]] = []
     most: list[int] = []
 
-    class Counted(Chain):
+    class Counted(CheckpointedChain):
         def some(self, at: int, x: Tensor) -> Tensor:
             alive.append(weakref.ref(x.untyped_storage()))
             gc.collect()
@@ -220,7 +235,7 @@ def test_the_device_holds_two_inputs_and_the_host_all_of_them() -> None:
             return super().some(at, x)
 
     def rank(world: World) -> list[int]:
-        run, held = Run(Counted, far("zero2"), world), []
+        run, held = ActivationRun(Counted, plan_with_far_activations("zero2"), world), []
         for step in range(4):
             run.loss(step).backward()
             run.end()
@@ -237,14 +252,14 @@ def test_the_device_holds_two_inputs_and_the_host_all_of_them() -> None:
 # What programs do with forwards and backwards, and how many inputs move each way.
 
 
-def accumulates(run: Run) -> None:
+def accumulates(run: ActivationRun) -> None:
     for step in range(3):
         for micro_batch in range(3):
             (run.loss(3 * step + micro_batch) / 3).backward()
         run.end()
 
 
-def forwards_first(run: Run) -> None:
+def forwards_first(run: ActivationRun) -> None:
     for step in range(3):
         losses = [run.loss(3 * step + i) for i in range(3)]
         for loss in (losses[1], losses[0], losses[2]):
@@ -252,7 +267,7 @@ def forwards_first(run: Run) -> None:
         run.end()
 
 
-def backward_twice(run: Run) -> None:
+def backward_twice(run: ActivationRun) -> None:
     for step in range(3):
         loss = run.loss(step)
         loss.backward(retain_graph=True)
@@ -260,7 +275,7 @@ def backward_twice(run: Run) -> None:
         run.end()
 
 
-def backward_never_comes(run: Run) -> None:
+def backward_never_comes(run: ActivationRun) -> None:
     kept = [run.loss(7)]
     for step in range(3):
         run.loss(8)
@@ -269,7 +284,7 @@ def backward_never_comes(run: Run) -> None:
     del kept
 
 
-def evaluates(run: Run) -> None:
+def evaluates_before_backward(run: ActivationRun) -> None:
     for step in range(3):
         loss = run.loss(step)
         with torch.no_grad():
@@ -278,7 +293,7 @@ def evaluates(run: Run) -> None:
         run.end()
 
 
-def raises_midway(run: Run) -> None:
+def raises_midway(run: ActivationRun) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("midway")
 
@@ -291,7 +306,7 @@ def raises_midway(run: Run) -> None:
         run.end()
 
 
-def raises_in_backward(run: Run) -> None:
+def raises_in_backward(run: ActivationRun) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("midway")
 
@@ -305,7 +320,7 @@ def raises_in_backward(run: Run) -> None:
         run.end()
 
 
-def autocasts(run: Run) -> None:
+def autocasts(run: ActivationRun) -> None:
     for step in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = run.loss(step)
@@ -313,9 +328,9 @@ def autocasts(run: Run) -> None:
         run.end()
 
 
-def shapes_change(run: Run) -> None:
+def shapes_change(run: ActivationRun) -> None:
     for step in range(6):
-        run.model(data(step, 0)[: TOKENS - 7 * (step % 3)].repeat(2, 1)).backward()
+        run.model(activation_data(step, 0)[: TOKENS - 7 * (step % 3)].repeat(2, 1)).backward()
         run.end()
 
 
@@ -324,7 +339,7 @@ LOOPS = {  # and how many inputs a step has at once, at most
     forwards_first: 3,
     backward_twice: 1,
     backward_never_comes: 3,
-    evaluates: 1,
+    evaluates_before_backward: 1,
     raises_midway: 1,
     raises_in_backward: 1,
     autocasts: 1,
@@ -333,34 +348,34 @@ LOOPS = {  # and how many inputs a step has at once, at most
 
 
 @pytest.mark.checkered
-@pytest.mark.parametrize("make", [Chain, Reentrant])
+@pytest.mark.parametrize("make", [CheckpointedChain, ReentrantChain])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # without gradients, of course not
-def test_nothing_leaks_and_nothing_is_overwritten(loop: Any, preset: str, make: type[Chain]) -> None:
-    if loop in (backward_twice, raises_in_backward) and make is Reentrant and preset == "zero3":
+def test_nothing_leaks_and_nothing_is_overwritten(loop: Any, preset: str, make: type[CheckpointedChain]) -> None:
+    if loop in (backward_twice, raises_in_backward) and make is ReentrantChain and preset == "zero3":
         pytest.skip("what reentrant checkpointing does there is not of activations")
 
-    def run(run: Run) -> int | None:
+    def run(run: ActivationRun) -> int | None:
         loop(run)
         held = npuzero.report(run.model).held
         return held[Memory.HOST]["activations"] if Memory.HOST in held else None
 
-    for held in both(make, far(preset), run):
+    for held in train_both_ways(make, plan_with_far_activations(preset), run):
         assert held <= -(-LOOPS[loop] * LAYERS * INPUT // 2**20) * 2**20  # segments have a MiB at least
 
 
-@pytest.mark.parametrize("make", [Chain, Reentrant])
+@pytest.mark.parametrize("make", [CheckpointedChain, ReentrantChain])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
-def test_on_nvme(preset: str, make: type[Chain], tmp_path: Path) -> None:
+def test_on_nvme(preset: str, make: type[CheckpointedChain], tmp_path: Path) -> None:
     settings = npuzero.Settings(nvme_paths=(str(tmp_path),))
-    plan = far(preset, memory=Memory.NVME)
+    plan = plan_with_far_activations(preset, memory=Memory.NVME)
 
-    def loop(run: Run) -> dict[str, int]:
+    def loop(run: ActivationRun) -> dict[str, int]:
         accumulates(run)
         return npuzero.report(run.model).bytes_moved
 
-    for moved in both(make, plan, loop, ranks=2, settings=settings):
+    for moved in train_both_ways(make, plan, loop, ranks=2, settings=settings):
         assert set(moved.values()) == {3 * LAYERS * INPUT}
     assert not list(tmp_path.iterdir())
 
@@ -370,7 +385,7 @@ def test_nvme_without_folders_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     def rank(world: World) -> None:
         with pytest.raises(ConfigError, match="nvme_paths"):
-            npuzero.zero(Chain(), plan=far("zero2", memory=Memory.NVME))
+            npuzero.zero(CheckpointedChain(), plan=plan_with_far_activations("zero2", memory=Memory.NVME))
 
     comm.run_threads(2, rank)
 
@@ -378,37 +393,37 @@ def test_nvme_without_folders_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.slow
 def test_compiled_blocks(backend: str) -> None:
-    def loop(run: Run) -> tuple[int, int]:
+    def loop(run: ActivationRun) -> tuple[int, int]:
         for block in run.model.blocks:
             block.compile(backend=backend)
         plain_loop(run)
         return run.moved()
 
-    assert both(Chain, far("zero3"), loop) == [2 * (LAYERS * INPUT,)]
+    assert train_both_ways(CheckpointedChain, plan_with_far_activations("zero3"), loop) == [2 * (LAYERS * INPUT,)]
 
 
 def test_a_model_without_checkpointing_moves_nothing() -> None:
-    class Kept(Chain):
+    class Kept(CheckpointedChain):
         def checkpointed(self, at: int, x: Tensor) -> Tensor:
             return self.some(at, x)
 
-    assert both(Kept, far("zero2"), counted) == [(0, 0)]
+    assert train_both_ways(Kept, plan_with_far_activations("zero2"), count_moved_bytes) == [(0, 0)]
 
 
 def test_hooks_of_the_program_come_first() -> None:
     """Within others around the model, as of a checkpoint of all of it, nothing is moved twice or kept for nothing."""
 
-    def loop(run: Run) -> tuple[int, int]:
+    def loop(run: ActivationRun) -> tuple[int, int]:
         for step in range(3):
             checkpoint(run.loss, step, use_reentrant=False).backward()
             run.end()
         return run.moved()
 
-    assert both(Chain, far("zero2"), loop) == [(0, 0)]
+    assert train_both_ways(CheckpointedChain, plan_with_far_activations("zero2"), loop) == [(0, 0)]
 
 
-@pytest.mark.parametrize("make", [Chain, Reentrant])
-def test_a_write_in_place_is_an_error(make: type[Chain]) -> None:
+@pytest.mark.parametrize("make", [CheckpointedChain, ReentrantChain])
+def test_a_write_in_place_is_an_error(make: type[CheckpointedChain]) -> None:
     class Writes(make):  # type: ignore[misc, valid-type]
         def checkpointed(self, at: int, x: Tensor) -> Tensor:
             y = super().checkpointed(at, x)
@@ -423,7 +438,7 @@ def test_a_write_in_place_is_an_error(make: type[Chain]) -> None:
 
     def rank(world: World) -> None:
         for made in (Writes, WritesSaved):
-            run = Run(made, far("zero0"), world)
+            run = ActivationRun(made, plan_with_far_activations("zero0"), world)
             with pytest.raises(StateError, match="written in place"):
                 run.loss(0).backward()
 
@@ -431,24 +446,24 @@ def test_a_write_in_place_is_an_error(make: type[Chain]) -> None:
 
 
 def test_a_method_is_a_forward_too() -> None:
-    class Encoder(Chain):
+    class Encoder(CheckpointedChain):
         def encode(self, x: Tensor) -> Tensor:
             return self.forward(x)
 
-    def loop(run: Run) -> tuple[int, int]:
+    def loop(run: ActivationRun) -> tuple[int, int]:
         npuzero.register_forward_method(run.model, "encode")
         for step in range(3):
-            run.model.encode(data(step, run.rank)).backward()
+            run.model.encode(activation_data(step, run.rank)).backward()
             run.end()
         return run.moved()
 
-    assert both(Encoder, far("zero3"), loop, ranks=2) == 2 * [2 * (LAYERS * INPUT,)]
+    assert train_both_ways(Encoder, plan_with_far_activations("zero3"), loop, ranks=2) == 2 * [2 * (LAYERS * INPUT,)]
 
 
 def test_the_thread_ends_with_the_model() -> None:
     def rank(world: World) -> None:
         before = threading.enumerate()
-        run = Run(Chain, far("zero1"), world)
+        run = ActivationRun(CheckpointedChain, plan_with_far_activations("zero1"), world)
         plain_loop(run)
         (lane,) = (each for each in threading.enumerate() if each not in before and "activations" in each.name)
         del run
@@ -469,7 +484,7 @@ def test_what_a_plan_may_say() -> None:
 
     def rank(world: World) -> None:
         with pytest.raises(ConfigError, match=r"unit_plans: blocks\.1, activations"):
-            npuzero.zero(Chain(), stage=0, unit_plans={"blocks.1": far("zero0")})
-        npuzero.zero(Chain(), plan=far("zero0"), unit_plans={"blocks.1": "zero3"})
+            npuzero.zero(CheckpointedChain(), stage=0, unit_plans={"blocks.1": plan_with_far_activations("zero0")})
+        npuzero.zero(CheckpointedChain(), plan=plan_with_far_activations("zero0"), unit_plans={"blocks.1": "zero3"})
 
     comm.run_threads(1, rank)

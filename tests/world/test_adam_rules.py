@@ -13,8 +13,8 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from world.test_optimizers import optimizer_state
-from world.toy import build, loss_of, tokens_of
-from world.train import CutSession, Session, State, assert_same_bits, check, run_cut
+from world.toy import build_seeded_model, toy_loss, toy_tokens
+from world.train import CutSession, Session, State, assert_same_bits, check_equals_plain, run_cut
 
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1}
 KINDS = {"AdamW": npuzero.AdamW, "Adam": npuzero.Adam}
@@ -47,14 +47,14 @@ class PlainAdam(torch.optim.Optimizer):
                 p.copy_(p * (1 - decay) - group["lr"] / c1 * state["exp_avg"] / (root + group["eps"]))
 
 
-def optimizer_of(session: Session, kind: str, corrects: bool, **options: Any) -> Any:
+def build_adam_rule(session: Session, kind: str, corrects: bool, **options: Any) -> Any:
     groups = [{"params": list(session.model.parameters())[i::2], "lr": lr} for i, lr in enumerate((3e-3, 1e-3))]
     if isinstance(session, CutSession):
         return KINDS[kind](groups, bias_correction=corrects, **{**OPTIONS, **options})
     return PlainAdam(groups, decoupled=kind == "AdamW", bias_correction=corrects, **OPTIONS)
 
 
-def train(session: Session, optimizer: Any, steps: Iterable[int]) -> None:
+def train_adam_rule(session: Session, optimizer: Any, steps: Iterable[int]) -> None:
     for step in steps:
         session.loss(step).backward()
         session.clip(0.5)
@@ -62,7 +62,7 @@ def train(session: Session, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.zero_grad()
 
 
-def moments(optimizer: Any) -> State:
+def adam_moments(optimizer: Any) -> State:
     return {name: value for name, value in optimizer_state(optimizer).items() if "exp_avg" in name}
 
 
@@ -71,11 +71,11 @@ def moments(optimizer: Any) -> State:
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_a_sharded_model(kind: str, corrects: bool, plan: str) -> None:
     def scenario(session: Session) -> State:
-        optimizer = optimizer_of(session, kind, corrects)
-        train(session, optimizer, range(4))
-        return moments(optimizer)
+        optimizer = build_adam_rule(session, kind, corrects)
+        train_adam_rule(session, optimizer, range(4))
+        return adam_moments(optimizer)
 
-    check(scenario, 2, plan=plan)
+    check_equals_plain(scenario, 2, plan=plan)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,9 +83,9 @@ def test_stages_and_devices_that_count_give_the_same_bits(kind: str) -> None:
     """Whether the host knows the coefficients or the device computes them; two other numbers without bias terms."""
 
     def scenario(session: Session, corrects: bool = False, **options: Any) -> State:
-        optimizer = optimizer_of(session, kind, corrects, **options)
-        train(session, optimizer, range(3))
-        return session.state() | moments(optimizer)
+        optimizer = build_adam_rule(session, kind, corrects, **options)
+        train_adam_rule(session, optimizer, range(3))
+        return session.state() | adam_moments(optimizer)
 
     first = run_cut(scenario, 2, plan="zero0")[0]
     for plan in ("zero1", "zero2", "zero3", "offload"):
@@ -101,7 +101,7 @@ def test_stages_and_devices_that_count_give_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_plain_parameters_it_has_the_bits_of_the_formula(kind: str, corrects: bool) -> None:
     def parameters() -> list[nn.Parameter]:
-        return [nn.Parameter(p.detach().clone()) for p in build().parameters()]
+        return [nn.Parameter(p.detach().clone()) for p in build_seeded_model().parameters()]
 
     mine, theirs = parameters(), parameters()
     ours = KINDS[kind](mine, bias_correction=corrects, **OPTIONS)
@@ -129,17 +129,17 @@ def test_one_step_without_bias_terms_by_hand() -> None:
 
 def test_a_state_goes_on_and_groups_stay_torchs() -> None:
     def half_way(session: Session) -> State:
-        optimizer = optimizer_of(session, "AdamW", False)
-        train(session, optimizer, range(2))
+        optimizer = build_adam_rule(session, "AdamW", False)
+        train_adam_rule(session, optimizer, range(2))
         saved = optimizer.state_dict()
         assert all(group["bias_correction"] is False for group in saved["param_groups"])
-        again = optimizer_of(session, "AdamW", False)
+        again = build_adam_rule(session, "AdamW", False)
         again.load_state_dict(saved)
-        train(session, again, range(2, 4))
+        train_adam_rule(session, again, range(2, 4))
         return session.state()
 
     def whole(session: Session) -> State:
-        train(session, optimizer_of(session, "AdamW", False), range(4))
+        train_adam_rule(session, build_adam_rule(session, "AdamW", False), range(4))
         return session.state()
 
     assert_same_bits(run_cut(half_way, 2, plan="zero2")[0], run_cut(whole, 2, plan="zero2")[0])
@@ -149,9 +149,9 @@ def test_a_state_goes_on_and_groups_stay_torchs() -> None:
 
 def test_ranks_that_differ_are_told() -> None:
     def rank(world: World) -> str:
-        model = npuzero.zero(build(), 1, world=world)
+        model = npuzero.zero(build_seeded_model(), 1, world=world)
         optimizer = npuzero.AdamW(model.parameters(), bias_correction=world.rank == 0)
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()
         with pytest.raises(npuzero.ConfigError, match="bias_correction"):
             optimizer.step()
         return "told"

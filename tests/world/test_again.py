@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from faults.fault_ranks import run_ranks
+from faults.fault_ranks import run_faulty_ranks
 from world import again
 
 pytestmark = pytest.mark.world
 
 
-def _well(outcomes: list[Any], but: int | None = None) -> None:
+def _check_ended_well(outcomes: list[Any], but: int | None = None) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != but:
             assert outcome.seen is not None, f"rank {rank} ended with {outcome.exit_code} (None: it hung)"
@@ -34,15 +34,15 @@ def _well(outcomes: list[Any], but: int | None = None) -> None:
     ],
 )
 def test_init_train_close_and_init_again(ranks: int, rounds: int, backend: str | None) -> None:
-    _well(run_ranks(again.leaves_and_joins_again, ranks, rounds, backend, backend=backend))
+    _check_ended_well(run_faulty_ranks(again.leaves_and_joins_again, ranks, rounds, backend, backend=backend))
 
 
 def test_a_second_init_gives_the_same_world() -> None:
-    _well(run_ranks(again.joins_twice, 2))
+    _check_ended_well(run_faulty_ranks(again.joins_twice, 2))
 
 
 def test_a_second_init_with_other_wishes_is_an_error() -> None:
-    _well(run_ranks(again.joins_otherwise, 2))
+    _check_ended_well(run_faulty_ranks(again.joins_otherwise, 2))
 
 
 @pytest.mark.slow
@@ -81,4 +81,4 @@ SLOW = [pytest.param(then, marks=pytest.mark.slow) for then in ("a new communica
 @pytest.mark.parametrize("then", ["exchange", *SLOW])
 def test_the_store_ends_with_rank_0(then: str) -> None:
     """Everybody else is told whose store it was, where, and what to do."""
-    _well(run_ranks(again.keeper_ends, 3, then, agent=False), but=0)
+    _check_ended_well(run_faulty_ranks(again.keeper_ends, 3, then, agent=False), but=0)

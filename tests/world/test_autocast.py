@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from world.toy import ToyGPT, build
-from world.train import CutSession, Session, State, assert_close, assert_same_bits, run_cut, run_plain
+from world.toy import ToyGPT, build_seeded_model
+from world.train import CutSession, Session, State, assert_same_bits, assert_states_close, run_cut, run_plain
 
 PLANS = ("zero0", "zero1", "zero3", "zero3-keep", "hsdp")
 every_plan = pytest.mark.parametrize(
@@ -24,7 +24,7 @@ every_plan = pytest.mark.parametrize(
 )
 
 
-class Checkpointed(ToyGPT):
+class CheckpointedToyGPT(ToyGPT):
     """Its blocks' activations are computed again in backward."""
 
     reentrant = False
@@ -35,22 +35,22 @@ class Checkpointed(ToyGPT):
         return x
 
 
-class Reentrant(Checkpointed):
+class ReentrantToyGPT(CheckpointedToyGPT):
     reentrant = True
 
 
-MODELS = {"plain": ToyGPT, "checkpointed": Checkpointed, "reentrant": Reentrant}
+MODELS = {"plain": ToyGPT, "checkpointed": CheckpointedToyGPT, "reentrant": ReentrantToyGPT}
 
 
-def autocast() -> torch.autocast:
+def bf16_autocast() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def scenario(session: Session) -> State:
+def autocast_scenario(session: Session) -> State:
     """Two micro-batches a step, one of them with its backward inside the context."""
     optimizer = session.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
     for step in range(3):
-        with autocast():
+        with bf16_autocast():
             first = session.loss(step, 0)
             session.loss(step, 1).backward()
         first.backward()
@@ -61,8 +61,8 @@ def scenario(session: Session) -> State:
 
 
 @cache
-def trained(plan: str, model: str) -> State:
-    states = run_cut(scenario, 4, MODELS[model], plan=plan, local_size=2)
+def train_autocast(plan: str, model: str) -> State:
+    states = run_cut(autocast_scenario, 4, MODELS[model], plan=plan, local_size=2)
     for state in states[1:]:
         assert_same_bits(state, states[0])
     return states[0]
@@ -74,22 +74,22 @@ def test_training_is_plain_torchs(plan: str, model: str) -> None:
     """Weights that differ in a last place now and then are rounded to another bfloat16, which moves a gradient by an
     eighth of a percent.
     """
-    assert_close(trained(plan, model), expected(), bound=2e-3)
-    assert all(value.dtype is torch.float32 for value in trained(plan, model).values())
+    assert_states_close(train_autocast(plan, model), plain_autocast(), bound=2e-3)
+    assert all(value.dtype is torch.float32 for value in train_autocast(plan, model).values())
 
 
 @cache
-def expected() -> State:
-    return run_plain(scenario, 4)
+def plain_autocast() -> State:
+    return run_plain(autocast_scenario, 4)
 
 
 @every_plan
 def test_checkpointing_changes_no_bit(plan: str) -> None:
     for model in ("checkpointed", "reentrant"):
-        assert_same_bits(trained(plan, model), trained(plan, "plain"))
+        assert_same_bits(train_autocast(plan, model), train_autocast(plan, "plain"))
 
 
-class Casts(TorchDispatchMode):
+class CastCounter(TorchDispatchMode):
     """Bfloat16 copies of parameters made so far, as long as somebody keeps them."""
 
     def __init__(self) -> None:
@@ -118,12 +118,12 @@ def test_the_cache_keeps_no_copy_of_what_is_released(plan: str) -> None:
     """Copies are made of each block's four matrices and three biases; none outlives its block."""
 
     def rank(world: World) -> list[tuple[int, int]]:
-        session = CutSession(build(make=Checkpointed), world, plan=plan)
+        session = CutSession(build_seeded_model(make=CheckpointedToyGPT), world, plan=plan)
         seen: list[tuple[int, int]] = []
-        with Casts() as casts:
+        with CastCounter() as casts:
             for after_block in (*session.model.blocks[1:], session.model.norm):
                 after_block.register_forward_pre_hook(lambda *_: seen.append((casts.made(), casts.alive())))
-            with autocast():
+            with bf16_autocast():
                 session.loss()
         return seen
 

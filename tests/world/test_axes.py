@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import ConfigError, comm, parallel
 from npuzero.comm import Communicator, Mesh, World
-from npuzero.parallel.functions import copy, total
+from npuzero.parallel.functions import all_reduce_sum, copy_to_ranks
 from npuzero.plan import DATA, PRESETS, Relation
-from npuzero.shard.relations import relate_parameter, relations_of
-from world.toy import build
-from world.train import assert_close, assert_same_bits
+from npuzero.shard.relations import get_relations, relate_parameter
+from world.toy import build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 DIM, HIDDEN, STEPS = 12, 48, 4
 
 
-class Net(nn.Module):
+class PerceptronNet(nn.Module):
     """A perceptron whose hidden elements may be cut over ranks; its ``scale`` sees a part of them on each."""
 
     def __init__(self) -> None:
@@ -37,15 +37,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        h = h if self.group is None else copy(h, self.group)
+        h = h if self.group is None else copy_to_ranks(h, self.group)
         h = self.down(F.gelu(self.up(h)) * self.scale)
-        return x + (h if self.group is None else total(h, self.group))
+        return x + (h if self.group is None else all_reduce_sum(h, self.group))
 
 
-class Nets(nn.Module):
+class PerceptronNets(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Net() for _ in range(2))
+        self.blocks = nn.ModuleList(PerceptronNet() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -53,9 +53,9 @@ class Nets(nn.Module):
         return x
 
 
-def divided(mesh: Mesh, make: Callable[[], nn.Module] = Nets) -> nn.Module:
+def divide_perceptrons(mesh: Mesh, make: Callable[[], nn.Module] = PerceptronNets) -> nn.Module:
     """This rank's part: hidden elements are cut, ``scale``'s gradients are parts of a sum, norms are repeated."""
-    model, n, index = build(make=make), mesh.size(("tensor",)), mesh.index(("tensor",))
+    model, n, index = build_seeded_model(make=make), mesh.size(("tensor",)), mesh.index(("tensor",))
     for net in model.blocks:
         net.group = mesh.communicator(("tensor",), "tensor")
         for owner, name, dim in ((net.up, "weight", 0), (net.up, "bias", 0), (net.down, "weight", 1)):
@@ -66,14 +66,16 @@ def divided(mesh: Mesh, make: Callable[[], nn.Module] = Nets) -> nn.Module:
     return model
 
 
-def batch(step: int, rank: int) -> Tensor:
+def axes_batch(step: int, rank: int) -> Tensor:
     return torch.randn(5, DIM, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], clip: Callable[[], Tensor]) -> Tensor:
+def train_axes_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], clip: Callable[[], Tensor]
+) -> Tensor:
     norms = []
     for step in range(STEPS):
-        torch.stack([model(batch(step, rank)).square().mean() for rank in ranks]).mean().backward()
+        torch.stack([model(axes_batch(step, rank)).square().mean() for rank in ranks]).mean().backward()
         norms.append(clip().detach().clone())
         optimizer.step()
         optimizer.zero_grad()
@@ -81,18 +83,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], 
 
 
 @cache
-def plain(ranks: int) -> dict[str, Tensor]:
-    model = build(make=Nets)
+def train_axes_plain(ranks: int) -> dict[str, Tensor]:
+    model = build_seeded_model(make=PerceptronNets)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    norms = train(model, optimizer, [*range(ranks)], lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    norms = train_axes_model(
+        model, optimizer, [*range(ranks)], lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    )
     return {"norms": norms, **{name: value.detach() for name, value in model.state_dict().items()}}
 
 
-def on_rank(world: World, tensor: int, plan: str, make: Callable[[Mesh], nn.Module] = divided) -> dict[str, Tensor]:
+def train_axes_rank(
+    world: World, tensor: int, plan: str, make: Callable[[Mesh], nn.Module] = divide_perceptrons
+) -> dict[str, Tensor]:
     mesh = npuzero.mesh(tensor=tensor, local_size=1 if world.size // tensor < 4 else 2, world=world)
     model = npuzero.zero(make(mesh), plan=plan, mesh=mesh)
     optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-    norms = train(model, optimizer, [mesh.index(DATA)], lambda: npuzero.clip_grad_norm_(model, 0.05))
+    norms = train_axes_model(model, optimizer, [mesh.index(DATA)], lambda: npuzero.clip_grad_norm_(model, 0.05))
     own = mesh.index(("tensor",))
     state = npuzero.full_state_dict(model, rank0_only=False)
     report, predicted = npuzero.report(model), npuzero.predict(model, plan, mesh, clip=True, moments=0)
@@ -101,7 +107,7 @@ def on_rank(world: World, tensor: int, plan: str, make: Callable[[Mesh], nn.Modu
     return {"norms": norms, "own": torch.tensor(own), **state}
 
 
-def whole(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def join_cut_tensors(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The cut tensors of tensor ranks side by side."""
     found = dict(states[0])
     for name in found:
@@ -112,9 +118,9 @@ def whole(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def check(size: int, tensor: int, plan: str) -> None:
-    states = comm.run_threads(size, lambda world: on_rank(world, tensor, plan))
-    expected = plain(size // tensor)
+def check_axes_training(size: int, tensor: int, plan: str) -> None:
+    states = comm.run_threads(size, lambda world: train_axes_rank(world, tensor, plan))
+    expected = train_axes_plain(size // tensor)
     groups = [states[i : i + tensor] for i in range(0, size, tensor)]
     for group in groups:
         assert [state["own"] for state in group] == [*range(tensor)]
@@ -123,23 +129,23 @@ def check(size: int, tensor: int, plan: str) -> None:
         repeated = [name for name in group[0] if "norm" in name or "scale" in name]
         for state in group:
             assert_same_bits({name: state[name] for name in repeated}, {name: group[0][name] for name in repeated})
-        assert_close(whole(group), expected, 1e-6)
+        assert_states_close(join_cut_tensors(group), expected, 1e-6)
 
 
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "hpz"])
 def test_tensor_ranks_train_one_model(plan: str, size: int, tensor: int) -> None:
-    check(size, tensor, plan)
+    check_axes_training(size, tensor, plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "tensor"), [(3, 3), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4)])
 @pytest.mark.parametrize("plan", PRESETS)
 def test_more_tensor_ranks_train_one_model(plan: str, size: int, tensor: int) -> None:
-    check(size, tensor, plan)
+    check_axes_training(size, tensor, plan)
 
 
-class Cut(nn.Module):
+class DifferingRows(nn.Module):
     """A layer whose rows differ by data rank, between layers that ranks share."""
 
     def __init__(self, group: Communicator | None = None, own: slice = slice(None)) -> None:
@@ -150,9 +156,9 @@ class Cut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.enter(x)
-        h = h if self.group is None else copy(h, self.group)
+        h = h if self.group is None else copy_to_ranks(h, self.group)
         y = torch.tanh(h @ self.rows.T).square().sum(-1)
-        return y if self.group is None else total(y, self.group)
+        return y if self.group is None else all_reduce_sum(y, self.group)
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp"])
@@ -163,35 +169,35 @@ def test_a_parameter_may_be_cut_over_data_ranks(plan: str) -> None:
         mesh = npuzero.mesh(local_size=2, world=world)
         everyone = mesh.communicator(DATA, "rows")
         own = slice(2 * world.rank, 2 * world.rank + 2)
-        model = build(make=lambda: Cut(everyone, own))
+        model = build_seeded_model(make=lambda: DifferingRows(everyone, own))
         for axis in ("node", "local"):
             relate_parameter(model.rows, axis, Relation.CUT)
         model = npuzero.zero(model, plan=plan, mesh=mesh)
         optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-        norms = train(model, optimizer, [0], lambda: npuzero.clip_grad_norm_(model, 0.05))
+        norms = train_axes_model(model, optimizer, [0], lambda: npuzero.clip_grad_norm_(model, 0.05))
         assert npuzero.report(model).bytes_sent == npuzero.predict(model, plan, mesh, clip=True).bytes_sent
         return {"norms": norms, **npuzero.full_state_dict(model, rank0_only=False)}
 
-    model = build(make=Cut)
+    model = build_seeded_model(make=DifferingRows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    norms = train(model, optimizer, [0], lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    norms = train_axes_model(model, optimizer, [0], lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
     states = comm.run_threads(4, rank)
     rows = torch.cat([state.pop("rows") for state in states])
     for state in states:
         assert_same_bits(state, states[0])
-    assert_close({**states[0], "rows": rows}, {"norms": norms, **model.state_dict()}, 1e-6)
+    assert_states_close({**states[0], "rows": rows}, {"norms": norms, **model.state_dict()}, 1e-6)
 
 
 def test_an_inf_in_one_ranks_part_skips_the_step_everywhere() -> None:
     def rank(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), stage=3, mesh=mesh)
+        model = npuzero.zero(divide_perceptrons(mesh), stage=3, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
         scaler = npuzero.LossScaler("cpu", init_scale=8.0)
         before = npuzero.full_state_dict(model, rank0_only=False)
         spoil = float("inf") if world.rank == 3 else 1.0
         handle = model.blocks[1].up.register_full_backward_hook(lambda _, gradients, __: (gradients[0],))
-        loss = scaler.scale(model(batch(0, world.rank // 2)).square().mean())
+        loss = scaler.scale(model(axes_batch(0, world.rank // 2)).square().mean())
         model.blocks[1].up.weight.register_hook(lambda gradient: gradient * spoil)
         loss.backward()
         scaler.step(optimizer)
@@ -209,12 +215,12 @@ def test_a_guard_names_a_rank_of_any_axis() -> None:
 
     def rank(world: World) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh), stage=3, mesh=mesh)
+        model = npuzero.zero(divide_perceptrons(mesh), stage=3, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
         before = npuzero.full_state_dict(model, rank0_only=False)
         spoil = float("inf") if world.rank == 3 else 1.0
         with npuzero.FiniteGuard(model) as guard:
-            loss = model(batch(0, world.rank // 2)).square().mean()
+            loss = model(axes_batch(0, world.rank // 2)).square().mean()
             model.blocks[1].up.weight.register_hook(lambda gradient: gradient * spoil)
             loss.backward()
             guard.check(loss)
@@ -252,9 +258,9 @@ def test_ranks_that_say_different_things_are_told() -> None:
     def rank(world: World) -> None:
         mesh = npuzero.mesh(tensor=1 + world.rank % 2, local_size=1, world=world)
         with pytest.raises(ConfigError, match="mesh: expected the same on every rank"):
-            npuzero.zero(build(make=Nets), mesh=mesh)
+            npuzero.zero(build_seeded_model(make=PerceptronNets), mesh=mesh)
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = build(make=Nets)
+        model = build_seeded_model(make=PerceptronNets)
         if world.rank:
             relate_parameter(model.blocks[0].scale, "tensor", Relation.SUMMED)
         with pytest.raises(ConfigError, match=r"blocks.0.scale .*summed along tensor"):
@@ -297,9 +303,9 @@ def test_pods_hold_what_a_plan_does_not_shard_over_them() -> None:
 
     def rank(world: World) -> dict[str, Tensor]:
         mesh = npuzero.mesh(pod=2, local_size=2, world=world)
-        model = npuzero.zero(build(make=Nets), plan=replace(plan, name="mine"), mesh=mesh)
+        model = npuzero.zero(build_seeded_model(make=PerceptronNets), plan=replace(plan, name="mine"), mesh=mesh)
         optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-        norms = train(model, optimizer, [mesh.index(DATA)], lambda: npuzero.clip_grad_norm_(model, 0.05))
+        norms = train_axes_model(model, optimizer, [mesh.index(DATA)], lambda: npuzero.clip_grad_norm_(model, 0.05))
         report, predicted = npuzero.report(model), npuzero.predict(model, plan, mesh, clip=True, moments=0)
         assert report.bytes_sent == predicted.bytes_sent and report.bytes_held == predicted.bytes_held
         return {"norms": norms, **npuzero.full_state_dict(model, rank0_only=False)}
@@ -307,16 +313,16 @@ def test_pods_hold_what_a_plan_does_not_shard_over_them() -> None:
     states = comm.run_threads(8, rank)
     for state in states:
         assert_same_bits(state, states[0])
-    assert_close(states[0], plain(8), 1e-6)
+    assert_states_close(states[0], train_axes_plain(8), 1e-6)
 
 
 def test_relations_are_said_of_modules() -> None:
-    net = Net()
+    net = PerceptronNet()
     parallel.relate(net.up, tensor="cut")
     parallel.relate(net.up.bias, tensor="repeated", node="cut")
-    assert relations_of(net.up.weight) == {"tensor": Relation.CUT}
-    assert relations_of(net.up.bias) == {"node": Relation.CUT}, "what is usual is not said"
-    assert not relations_of(net.scale)
+    assert get_relations(net.up.weight) == {"tensor": Relation.CUT}
+    assert get_relations(net.up.bias) == {"node": Relation.CUT}, "what is usual is not said"
+    assert not get_relations(net.scale)
     with pytest.raises(ConfigError, match=r"relate: tensor: expected one of averaged, .*cut.*; got 'cuts'"):
         parallel.relate(net, tensor="cuts")
     with pytest.raises(ConfigError, match=r"an axis of .*tensor"):
@@ -325,7 +331,7 @@ def test_relations_are_said_of_modules() -> None:
         parallel.relate("up", tensor="cut")
 
 
-class Checkpointed(Nets):
+class CheckpointedNets(PerceptronNets):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
@@ -340,7 +346,7 @@ def test_of_activations_that_tensor_ranks_hold_alike_each_keeps_a_part(memory: n
 
     def rank(world: World, plan: npuzero.Plan, differ: float = 0.0) -> tuple[dict[str, Tensor], int, int]:
         mesh = npuzero.mesh(tensor=2, world=world)
-        model = npuzero.zero(divided(mesh, Checkpointed), plan=plan, mesh=mesh)
+        model = npuzero.zero(divide_perceptrons(mesh, CheckpointedNets), plan=plan, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters())
         x = torch.randn(2048, DIM, generator=torch.Generator().manual_seed(0)) + differ * world.rank
         for _ in range(2):  # in the first the ranks compare

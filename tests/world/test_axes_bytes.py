@@ -12,16 +12,16 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import Plan, Precision, Report, comm
 from npuzero.comm import World
-from npuzero.plan import THINNED, FlatSize, MeshShape, Step, axis_bytes, predict_bytes, ring_bytes
+from npuzero.plan import THINNED, FlatSize, MeshShape, StepSpec, axis_bytes, predict_bytes, ring_bytes
 
-from .toy import build
+from .toy import build_seeded_model
 
 MICRO_BATCHES, STEPS = 2, 3
 WORLDS = [(2, 2), (2, 4), (3, 2), (4, 2)]
 VERBS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-class Odd(nn.Module):
+class OddSizedModel(nn.Module):
     """Of no parameter is the size divided by any number of ranks; shards are longer than the shortest message."""
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Odd(nn.Module):
         return x * self.scale
 
 
-def trained(world: World, local: int, plan: str, precision: Precision) -> Report:
+def train_odd_sized(world: World, local: int, plan: str, precision: Precision) -> Report:
     """What a rank measured over the last step."""
-    model = npuzero.zero(build(make=Odd), plan=plan, local_size=local, precision=precision)
+    model = npuzero.zero(build_seeded_model(make=OddSizedModel), plan=plan, local_size=local, precision=precision)
     optimizer = npuzero.AdamW(model.parameters())
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
@@ -62,8 +62,8 @@ def test_a_rank_sends_along_each_axis_what_was_foretold(
     nodes: int, local: int, plan: str, precision: Precision
 ) -> None:
     facts = {"micro_batches": MICRO_BATCHES, "clip": True, "precision": precision}
-    expected = npuzero.predict(Odd(), plan, MeshShape(nodes, local), **facts)
-    for report in comm.run_threads(nodes * local, lambda world: trained(world, local, plan, precision)):
+    expected = npuzero.predict(OddSizedModel(), plan, MeshShape(nodes, local), **facts)
+    for report in comm.run_threads(nodes * local, lambda world: train_odd_sized(world, local, plan, precision)):
         assert report.sent_along == expected.sent_along and report.bytes_sent == expected.bytes_sent
         for verb, nbytes in report.bytes_sent.items():
             along = sum(verbs.get(verb, 0) for verbs in report.sent_along.values())
@@ -90,7 +90,7 @@ SENT = {
 def test_bytes_between_two_nodes_of_four_and_inside_them(plan: str) -> None:
     elements = 8 * 256 * 256  # messages are of whole lines
     row = Plan.preset(plan, precision=Precision(torch.bfloat16))
-    report = predict_bytes(row, [FlatSize(0, elements, torch.bfloat16)], MeshShape(2, 4), Step(1))
+    report = predict_bytes(row, [FlatSize(0, elements, torch.bfloat16)], MeshShape(2, 4), StepSpec(1))
     assert {axis: sum(verbs.values()) / elements for axis, verbs in report.sent_along.items()} == SENT[plan]
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import npuzero
-from world.toy import Block, ToyGPT, loss_of, tokens_of
-from world.train import Session, State, check
+from world.toy import ToyBlock, ToyGPT, toy_loss, toy_tokens
+from world.train import Session, State, check_equals_plain
 
 #: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
@@ -23,7 +23,7 @@ every_plan = pytest.mark.parametrize(
 )
 
 
-def steps(session: Session, passes: Callable[[int], None], count: int = 3) -> None:
+def run_adamw_steps(session: Session, passes: Callable[[int], None], count: int = 3) -> None:
     """``count`` steps of AdamW after the backward passes that ``passes(step)`` makes."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(count):
@@ -36,7 +36,7 @@ def steps(session: Session, passes: Callable[[int], None], count: int = 3) -> No
 
 
 def several_forwards_before_one_backward(session: Session) -> None:
-    steps(session, lambda step: (session.loss(step, 0) + session.loss(step, 1)).backward())
+    run_adamw_steps(session, lambda step: (session.loss(step, 0) + session.loss(step, 1)).backward())
 
 
 def two_backwards_over_two_forwards(session: Session) -> None:
@@ -45,7 +45,7 @@ def two_backwards_over_two_forwards(session: Session) -> None:
         first.backward()
         second.backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def the_later_forward_first(session: Session) -> None:
@@ -54,7 +54,7 @@ def the_later_forward_first(session: Session) -> None:
         second.backward()
         first.backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def twice_through_one_graph(session: Session) -> None:
@@ -63,7 +63,7 @@ def twice_through_one_graph(session: Session) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def a_forward_that_nobody_follows(session: Session) -> None:
@@ -72,7 +72,7 @@ def a_forward_that_nobody_follows(session: Session) -> None:
         session.loss(step, 0).backward()
         session.loss(step, 2)
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def micro_batches_that_change_in_number(session: Session) -> None:
@@ -80,7 +80,7 @@ def micro_batches_that_change_in_number(session: Session) -> None:
         for micro_batch in range((1, 3, 2, 1, 4)[step]):
             session.loss(step, micro_batch).backward()
 
-    steps(session, passes, 5)
+    run_adamw_steps(session, passes, 5)
 
 
 def evaluation_between_steps(session: Session) -> State:
@@ -89,9 +89,9 @@ def evaluation_between_steps(session: Session) -> State:
     def evaluate() -> None:
         session.model.eval()
         with torch.no_grad():
-            seen.append(loss_of(session.model, tokens_of(77, 0, 0)))
+            seen.append(toy_loss(session.model, toy_tokens(77, 0, 0)))
         with torch.inference_mode():
-            seen.append(loss_of(session.model, tokens_of(78, 0, 0)).clone())
+            seen.append(toy_loss(session.model, toy_tokens(78, 0, 0)).clone())
         session.model.train()
 
     def passes(step: int) -> None:
@@ -101,7 +101,7 @@ def evaluation_between_steps(session: Session) -> State:
         session.loss(step).backward()
         evaluate()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"losses": torch.stack(seen)}
 
 
@@ -112,7 +112,7 @@ def evaluation_between_forward_and_backward(session: Session) -> None:
             session.loss(step, 1)
         loss.backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def gradients_of_a_loss_by_autograd_grad(session: Session) -> State:
@@ -121,7 +121,7 @@ def gradients_of_a_loss_by_autograd_grad(session: Session) -> State:
 
     def look(step: int) -> None:
         parameters = [session.model.blocks[0].out.weight, session.model.scale]
-        found = torch.autograd.grad(loss_of(session.model, tokens_of(step, 3, 0)), parameters)
+        found = torch.autograd.grad(toy_loss(session.model, toy_tokens(step, 3, 0)), parameters)
         norms.extend(gradient.norm() for gradient in found)
 
     def passes(step: int) -> None:
@@ -131,17 +131,17 @@ def gradients_of_a_loss_by_autograd_grad(session: Session) -> State:
         session.loss(step, 1).backward()
         look(step)
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
 def units_unused_in_some_steps(session: Session) -> None:
     chosen = ((2,), (0, 1, 2), (0, 2), (1,))
-    steps(session, lambda step: session.loss(step, blocks=chosen[step]).backward(), len(chosen))
+    run_adamw_steps(session, lambda step: session.loss(step, blocks=chosen[step]).backward(), len(chosen))
 
 
 def units_in_another_order_each_time(session: Session) -> None:
-    steps(
+    run_adamw_steps(
         session,
         lambda step: session.loss(step, blocks=[(0, 1, 2), (2, 0, 1), (2, 2, 1, 0), (1, 0)][step]).backward(),
         4,
@@ -156,11 +156,11 @@ def branches_that_differ_between_ranks(session: Session) -> None:
 
             def loss(rank: int, micro_batch: int = micro_batch) -> torch.Tensor:
                 branches = [(0, 1, 0), (1, 1, 0), (0, 0, 0), (2, 1, 2)][(rank + step + micro_batch) % 4]
-                return loss_of(session.model, tokens_of(step, micro_batch, rank), branches=branches)
+                return toy_loss(session.model, toy_tokens(step, micro_batch, rank), branches=branches)
 
             session.mean(loss).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def units_that_differ_between_ranks(session: Session) -> None:
@@ -171,22 +171,22 @@ def units_that_differ_between_ranks(session: Session) -> None:
 
             def loss(rank: int, micro_batch: int = micro_batch) -> torch.Tensor:
                 blocks = [(0, 1, 2), (2,), (0,), ()][(rank + step + micro_batch) % 4]
-                return loss_of(session.model, tokens_of(step, micro_batch, rank), blocks=blocks)
+                return toy_loss(session.model, toy_tokens(step, micro_batch, rank), blocks=blocks)
 
             session.mean(loss).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def ranks_without_a_batch(session: Session) -> None:
     """Where no unit is gathered, a rank that has nothing to do in a step need do nothing."""
 
     def passes(step: int) -> None:
-        losses = [loss_of(session.model, tokens_of(step, 0, rank)) for rank in session.ranks if rank != step]
+        losses = [toy_loss(session.model, toy_tokens(step, 0, rank)) for rank in session.ranks if rank != step]
         if losses:
             (torch.stack(losses).sum() / len(session.ranks)).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 # -- without synchronization -------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def no_sync_until_the_last_micro_batch(session: Session) -> None:
             session.loss(step, 1).backward()
         session.loss(step, 2).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def no_sync_up_to_the_step(session: Session) -> None:
@@ -208,7 +208,7 @@ def no_sync_up_to_the_step(session: Session) -> None:
             session.loss(step, 0).backward()
             session.loss(step, 1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def no_sync_now_and_then(session: Session) -> None:
@@ -219,7 +219,7 @@ def no_sync_now_and_then(session: Session) -> None:
                 session.loss(step, 1).backward()
             session.loss(step, 2, blocks=(0, 2)).backward()
 
-    steps(session, passes, 4)
+    run_adamw_steps(session, passes, 4)
 
 
 # -- gradients that are dropped, kept and clipped ----------------------------------------------------------------------
@@ -290,7 +290,7 @@ def some_gradients_that_are_dropped(session: Session) -> State:
         session.model.blocks[0].qkv.weight.grad = None
         norms.append(session.clip(0.5))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -301,7 +301,7 @@ def some_gradients_that_are_kept(session: Session) -> None:
 
         def loss(rank: int, step: int = step) -> torch.Tensor:
             branches = (0, 1, 0) if rank == step % 2 else (0, 2, 0)
-            return loss_of(session.model, tokens_of(step, 0, rank), branches=branches)
+            return toy_loss(session.model, toy_tokens(step, 0, rank), branches=branches)
 
         session.mean(loss).backward()
         optimizer.step()
@@ -319,7 +319,7 @@ def parameters_left_out_of_some_steps(session: Session) -> None:
             if step in ({"out.bias": (0, 1), "mlp.1.weight": (2,)}.get(name, ())):
                 parameter.grad = None
 
-    steps(session, passes, 4)
+    run_adamw_steps(session, passes, 4)
 
 
 def steps_without_gradients(session: Session) -> None:
@@ -351,7 +351,7 @@ def clipping_and_then_more_gradients(session: Session) -> State:
         norms.append(session.clip(0.2))
         norms.append(session.clip(0.2))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -362,7 +362,7 @@ def clipping_what_is_small(session: Session) -> State:
         session.loss(step).backward()
         norms.append(session.clip(1e6))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -381,17 +381,17 @@ def a_closure(session: Session) -> None:
         assert [returned] == losses and returned.requires_grad
 
 
-def autocast(session: Session) -> None:
+def autocast_over_float32(session: Session) -> None:
     """Parameters stay float32, their products are computed in bfloat16."""
 
     def loss(step: int, rank: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_of(session.model, tokens_of(step, 0, rank))
+            return toy_loss(session.model, toy_tokens(step, 0, rank))
 
-    steps(session, lambda step: session.mean(lambda rank: loss(step, rank)).backward())
+    run_adamw_steps(session, lambda step: session.mean(lambda rank: loss(step, rank)).backward())
 
 
-class BranchingBlock(Block):
+class BranchingBlock(ToyBlock):
     """Has two more layers, and runs the one it is told to, or none."""
 
     def __init__(self, dim: int, frozen_norm: bool = False) -> None:
@@ -452,16 +452,16 @@ SCENARIOS = (
 @every_plan
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_loops(scenario: Callable[[Session], State | None], plan: str) -> None:
-    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5", "zero2"])
 @pytest.mark.parametrize("scenario", [units_that_differ_between_ranks, ranks_without_a_batch])
 def test_ranks_may_run_different_units(scenario: Callable[[Session], None], plan: str) -> None:
-    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_autocast(plan: str) -> None:
     """Products in bfloat16 of float32 parameters: a last bit of these may move a rounding of those."""
-    check(autocast, 4, BranchingGPT, bound=5e-3, plan=plan, local_size=2)
+    check_equals_plain(autocast_over_float32, 4, BranchingGPT, bound=5e-3, plan=plan, local_size=2)

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import Placement, Plan, Report, Settings, StateError, comm
 from npuzero.comm import World
-from world.toy import Block, Recipe, ToyGPT, build
-from world.train import CutSession, State, assert_same_bits, train
+from world.toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model
+from world.train import CutSession, State, assert_same_bits, train_by_recipe
 
 SIZE, LOCAL = 4, 2
 Axes = tuple[str, ...]
@@ -29,7 +29,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
 
 
-def plan_of(preset: str, between: Axes | None, precision: str = "bf16") -> Plan:
+def plan_between(preset: str, between: Axes | None, precision: str = "bf16") -> Plan:
     """A preset, or with ``+host+parameters`` and the like one that is offloaded."""
     row, _, offload = preset.partition("+")
     plan = Plan.preset(row, local_size=LOCAL, precision=precision)
@@ -37,23 +37,23 @@ def plan_of(preset: str, between: Axes | None, precision: str = "bf16") -> Plan:
     return replace(plan, between=None if between is None else Placement(between))
 
 
-def run(plan: Plan, recipe: Recipe, **settings: Any) -> list[tuple[State, Report]]:
+def run_between(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> list[tuple[State, Report]]:
     """What each rank has in the end, and measured over the last step."""
 
     def rank(world: World) -> tuple[State, Report]:
-        session = CutSession(build(), world, plan=plan, settings=Settings(**settings))
-        norms = train(session, recipe)
+        session = CutSession(build_seeded_model(), world, plan=plan, settings=Settings(**settings))
+        norms = train_by_recipe(session, recipe)
         state = {name: value.clone() for name, value in session.state().items()}
         return norms | state, npuzero.report(session.model)
 
     return comm.run_threads(SIZE, rank)
 
 
-def assert_foretold(plan: Plan, recipe: Recipe, **settings: Any) -> list[State]:
+def assert_between_predicted(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> list[State]:
     """Every rank held, sent and moved exactly what was foretold; the states in the end."""
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None, "settings": Settings(**settings)}
-    expected = npuzero.predict(build(), plan, SIZE, **facts)
-    found = run(plan, recipe, **settings)
+    expected = npuzero.predict(build_seeded_model(), plan, SIZE, **facts)
+    found = run_between(plan, recipe, **settings)
     for _, report in found:
         assert report.bytes_sent == expected.bytes_sent
         assert report.held == expected.held
@@ -89,10 +89,10 @@ QUICK = [("zero3", ()), ("hpz", ("local",)), ("zero3-keep", ("node",)), ("zero3+
 )
 def test_no_bit_moves_and_bytes_are_as_foretold(preset: str, between: Axes) -> None:
     for micro_batches in (1, 2, 4):
-        recipe = Recipe(steps=3, micro_batches=micro_batches, clip=0.5)
-        states = assert_foretold(plan_of(preset, between), recipe)
+        recipe = TrainingRecipe(steps=3, micro_batches=micro_batches, clip=0.5)
+        states = assert_between_predicted(plan_between(preset, between), recipe)
         if micro_batches > 1:
-            for state, (plain, _) in zip(states, run(plan_of(preset, None), recipe), strict=True):
+            for state, (plain, _) in zip(states, run_between(plan_between(preset, None), recipe), strict=True):
                 assert_same_bits(state, plain)
 
 
@@ -101,90 +101,92 @@ def test_no_bit_moves_and_bytes_are_as_foretold(preset: str, between: Axes) -> N
 @pytest.mark.parametrize("between", [(), ("node",), ("node", "local")])
 @pytest.mark.parametrize("settings", [{"overlap": False}, {"prefetch": 0}, {"prefetch": 3}, {"bucket_bytes": 2048}])
 def test_bytes_are_as_foretold_whatever_the_settings(preset: str, between: Axes, settings: dict[str, Any]) -> None:
-    assert_foretold(plan_of(preset, between, "fp32"), Recipe(steps=3, micro_batches=2), **settings)
+    assert_between_predicted(
+        plan_between(preset, between, "fp32"), TrainingRecipe(steps=3, micro_batches=2), **settings
+    )
 
 
 # -- programs that do more than train ----------------------------------------------------------------------------------
 
 
-def micro(session: CutSession, step: int, count: int = 1, begin: int = 0) -> None:
+def run_micro_batches(session: CutSession, step: int, count: int = 1, begin: int = 0) -> None:
     for micro_batch in range(begin, begin + count):
         session.loss(step, micro_batch).backward()
 
 
 @torch.no_grad()
-def evaluated(session: CutSession, step: int) -> Tensor:
+def evaluate_loss(session: CutSession, step: int) -> Tensor:
     return session.loss(step, 9).detach().clone()
 
 
-def evaluates(session: CutSession, step: int) -> State:
+def evaluates_within_step(session: CutSession, step: int) -> State:
     """Within a step, and between steps."""
-    micro(session, step)
-    within = evaluated(session, step)
-    micro(session, step, begin=1)
+    run_micro_batches(session, step)
+    within = evaluate_loss(session, step)
+    run_micro_batches(session, step, begin=1)
     return {f"within {step}": within}
 
 
 def adds_up_alone(session: CutSession, step: int) -> State:
     with session.no_sync():
-        micro(session, step, 2)
-    micro(session, step, begin=2)
+        run_micro_batches(session, step, 2)
+    run_micro_batches(session, step, begin=2)
     return {}
 
 
-class Refuses(RuntimeError):
+class RefusedForward(RuntimeError):
     """What a module raises."""
 
 
 @contextmanager
-def refusing(handle: Any) -> Iterator[None]:
-    with pytest.raises(Refuses):
+def expect_refused_forward(handle: Any) -> Iterator[None]:
+    with pytest.raises(RefusedForward):
         yield
     handle.remove()
 
 
-def refuse(*_: object) -> None:
-    raise Refuses
+def raise_refused_forward(*_: object) -> None:
+    raise RefusedForward
 
 
 def catches_a_forward(session: CutSession, step: int) -> State:
-    micro(session, step)
-    with refusing(session.model.blocks[1].register_forward_hook(refuse)):
+    run_micro_batches(session, step)
+    with expect_refused_forward(session.model.blocks[1].register_forward_hook(raise_refused_forward)):
         session.loss(step, 1)
-    micro(session, step, begin=1)
+    run_micro_batches(session, step, begin=1)
     return {}
 
 
 def catches_a_backward(session: CutSession, step: int) -> State:
     """The step begins anew."""
-    micro(session, step)
-    with refusing(session.model.blocks[1].register_full_backward_hook(refuse)):
+    run_micro_batches(session, step)
+    with expect_refused_forward(session.model.blocks[1].register_full_backward_hook(raise_refused_forward)):
         session.loss(step, 1).backward()
     session.model.zero_grad()
-    micro(session, step, 2)
+    run_micro_batches(session, step, 2)
     return {}
 
 
 def writes_between(session: CutSession, step: int) -> State:
-    micro(session, step)
+    run_micro_batches(session, step)
     with npuzero.gathered(session.model, write=True), torch.no_grad():
         session.model.blocks[1].qkv.weight.mul_(0.5)
-    micro(session, step, begin=1)
+    run_micro_batches(session, step, begin=1)
     return {}
 
 
 def loads_between(session: CutSession, step: int) -> State:
-    micro(session, step)
+    run_micro_batches(session, step)
     session.load({name: value * 0.75 for name, value in session.state().items()})
-    micro(session, step, begin=1)
+    run_micro_batches(session, step, begin=1)
     return {}
 
 
 def leaves_between(session: CutSession, step: int) -> State:
-    micro(session, step)
+    run_micro_batches(session, step)
     with npuzero.offloaded(session.model):
         pass
-    micro(session, step, begin=1)
+    run_micro_batches(session, step, begin=1)
     return {}
 
 
@@ -203,19 +205,19 @@ def uses_less_at_first(session: CutSession, step: int) -> State:
     """One block in the first micro-batch, all in the second."""
     blocks = session.model.blocks
     session.model.blocks = blocks[:1]
-    micro(session, step)
+    run_micro_batches(session, step)
     session.model.blocks = blocks
-    micro(session, step, begin=1)
+    run_micro_batches(session, step, begin=1)
     return {}
 
 
-class Reentrant(Block):
+class ReentrantToyBlock(ToyBlock):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint(super().forward, x, use_reentrant=True)
         return found
 
 
-class Clamps(Block):
+class ClampingBlock(ToyBlock):
     """Writes into its weight in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,14 +233,14 @@ def frozen_below() -> nn.Module:
     return model
 
 
-def plainly(session: CutSession, step: int) -> State:
-    micro(session, step, 3)
+def three_micro_batches(session: CutSession, step: int) -> State:
+    run_micro_batches(session, step, 3)
     return {}
 
 
 Program = Callable[[CutSession, int], State]
 PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module]]] = {
-    "evaluates": (evaluates, ToyGPT),
+    "evaluates": (evaluates_within_step, ToyGPT),
     "adds up alone": (adds_up_alone, ToyGPT),
     "catches a forward": (catches_a_forward, ToyGPT),
     "catches a backward": (catches_a_backward, ToyGPT),
@@ -247,22 +249,22 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module]]] = {
     "is offloaded between micro-batches": (leaves_between, ToyGPT),
     "begins two before it ends one": (begins_two_before_it_ends_one, ToyGPT),
     "uses less at first": (uses_less_at_first, ToyGPT),
-    "checkpoints activations": (plainly, lambda: ToyGPT(block=Reentrant)),
-    "writes within a forward": (plainly, lambda: ToyGPT(block=Clamps)),
-    "has frozen blocks below": (plainly, frozen_below),
+    "checkpoints activations": (three_micro_batches, lambda: ToyGPT(block=ReentrantToyBlock)),
+    "writes within a forward": (three_micro_batches, lambda: ToyGPT(block=ClampingBlock)),
+    "has frozen blocks below": (three_micro_batches, frozen_below),
 }
 
 
-def trained(program: Program, make: Callable[[], nn.Module], plan: Plan) -> list[State]:
+def train_between(program: Program, make: Callable[[], nn.Module], plan: Plan) -> list[State]:
     def rank(world: World) -> State:
-        session = CutSession(build(make=make), world, plan=plan)
+        session = CutSession(build_seeded_model(make=make), world, plan=plan)
         optimizer = session.optimizer(torch.optim.AdamW, [p for p in session.model.parameters() if p.requires_grad])
         found: State = {}
         for step in range(2):
             found |= program(session, step)
             optimizer.step()
             optimizer.zero_grad()
-            found[f"after {step}"] = evaluated(session, step)
+            found[f"after {step}"] = evaluate_loss(session, step)
         return found | {name: value.clone() for name, value in session.state().items()}
 
     return comm.run_threads(SIZE, rank)
@@ -275,24 +277,24 @@ def trained(program: Program, make: Callable[[], nn.Module], plan: Plan) -> list
     [("zero3", ()), *(pytest.param(*case, marks=pytest.mark.slow) for case in (*QUICK[1:], ("zero3+nvme", ())))],
 )
 def test_programs_do_as_they_do_without(name: str, preset: str, between: Axes) -> None:
-    expected = trained(*PROGRAMS[name], plan_of(preset, None))
-    for state, plain in zip(trained(*PROGRAMS[name], plan_of(preset, between)), expected, strict=True):
+    expected = train_between(*PROGRAMS[name], plan_between(preset, None))
+    for state, plain in zip(train_between(*PROGRAMS[name], plan_between(preset, between)), expected, strict=True):
         assert_same_bits(state, plain)
 
 
 @pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_updates_that_begin_early_or_end_late(lag: int) -> None:
     def rank(world: World, plan: Plan) -> State:
-        session = CutSession(build(), world, plan=plan)
+        session = CutSession(build_seeded_model(), world, plan=plan)
         optimizer = npuzero.AdamW(session.model.parameters(), early=not lag)
         for step in range(4):
-            micro(session, step, 2)
+            run_micro_batches(session, step, 2)
             optimizer.step()
             optimizer.zero_grad()
         return {name: value.clone() for name, value in session.state().items()}
 
     found, plain = (
-        comm.run_threads(SIZE, partial(rank, plan=replace(plan_of("zero3+host", between), lag=lag)))
+        comm.run_threads(SIZE, partial(rank, plan=replace(plan_between("zero3+host", between), lag=lag)))
         for between in ((), None)
     )
     for state, expected in zip(found, plain, strict=True):
@@ -303,7 +305,7 @@ def test_a_pipelines_order_gathers_once_a_step() -> None:
     """Four micro-batches, of which two are under way at a time."""
 
     def rank(world: World) -> Report:
-        session = CutSession(build(), world, plan=plan_of("zero3", ()))
+        session = CutSession(build_seeded_model(), world, plan=plan_between("zero3", ()))
         optimizer = session.optimizer(torch.optim.AdamW)
         for step in range(2):
             begins_two_before_it_ends_one(session, step)
@@ -312,8 +314,15 @@ def test_a_pipelines_order_gathers_once_a_step() -> None:
         session.state()
         return npuzero.report(session.model)
 
-    once = npuzero.predict(build(), plan_of("zero3", ()), SIZE, micro_batches=4).bytes_sent["all_gather"]
-    assert 8 * once == npuzero.predict(build(), plan_of("zero3", None), SIZE, micro_batches=4).bytes_sent["all_gather"]
+    once = npuzero.predict(build_seeded_model(), plan_between("zero3", ()), SIZE, micro_batches=4).bytes_sent[
+        "all_gather"
+    ]
+    assert (
+        8 * once
+        == npuzero.predict(build_seeded_model(), plan_between("zero3", None), SIZE, micro_batches=4).bytes_sent[
+            "all_gather"
+        ]
+    )
     assert {report.bytes_sent["all_gather"] for report in comm.run_threads(SIZE, rank)} == {once}
 
 
@@ -321,7 +330,7 @@ def test_it_lasts_from_the_first_use_to_the_update() -> None:
     """And no evaluation between steps keeps anything."""
 
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=plan_of("zero3", ()))
+        session = CutSession(build_seeded_model(), world, plan=plan_between("zero3", ()))
         weight = session.model.blocks[1].qkv.weight
         optimizer = session.optimizer(torch.optim.AdamW)
 
@@ -331,12 +340,12 @@ def test_it_lasts_from_the_first_use_to_the_update() -> None:
             return str(caught.value)
 
         for _ in range(2):
-            evaluated(session, 0)
+            evaluate_loss(session, 0)
             assert "while it is sharded" in state()
             loss = session.loss(0, 0)
             assert "while it is kept within the step" in state()
             loss.backward()
-            evaluated(session, 0)
+            evaluate_loss(session, 0)
             assert "while it is kept within the step" in state()
             optimizer.step()
             assert "while it is sharded" in state()
@@ -345,17 +354,19 @@ def test_it_lasts_from_the_first_use_to_the_update() -> None:
 
 
 def test_units_of_one_model_may_differ() -> None:
-    recipe = Recipe(steps=2, micro_batches=2)
+    recipe = TrainingRecipe(steps=2, micro_batches=2)
 
     def rank(world: World) -> Report:
-        plan = plan_of("zero3", None)
-        session = CutSession(build(), world, plan=plan, unit_plans={"blocks.1": replace(plan, between=Placement())})
-        train(session, recipe)
+        plan = plan_between("zero3", None)
+        session = CutSession(
+            build_seeded_model(), world, plan=plan, unit_plans={"blocks.1": replace(plan, between=Placement())}
+        )
+        train_by_recipe(session, recipe)
         session.state()
         return npuzero.report(session.model)
 
-    plan = plan_of("zero3", None)
+    plan = plan_between("zero3", None)
     own = {"blocks.1": replace(plan, between=Placement())}
-    expected = npuzero.predict(build(), plan, SIZE, micro_batches=2, unit_plans=own)
+    expected = npuzero.predict(build_seeded_model(), plan, SIZE, micro_batches=2, unit_plans=own)
     for report in comm.run_threads(SIZE, rank):
         assert report.bytes_sent == expected.bytes_sent and report.held == expected.held

@@ -17,19 +17,28 @@ import npuzero
 from npuzero import comm, device
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError
-from npuzero.ops.flat_adam import Segment, coefficients
+from npuzero.ops.flat_adam import AdamSegment, adam_coefficients
 from npuzero.optim import dynamic_rows
 
-from .toy import Recipe, build, groups_of, loss_of, tokens_of
-from .train import CutSession, PlainSession, Session, State, assert_close, assert_same_bits, check, run_cut
-from .watching import issued
+from .toy import TrainingRecipe, build_seeded_model, toy_loss, toy_param_groups, toy_tokens
+from .train import (
+    CutSession,
+    PlainSession,
+    Session,
+    State,
+    assert_same_bits,
+    assert_states_close,
+    check_equals_plain,
+    run_cut,
+)
+from .watching import record_issued
 
 CPU = torch.device("cpu")
 
 
-def optimizer_of(session: Session, **options: Any) -> torch.optim.Optimizer:
+def build_tensor_lr_adamw(session: Session, **options: Any) -> torch.optim.Optimizer:
     """Of matrices and vectors, each with an lr of their own that is a tensor."""
-    matrices, vectors = groups_of(session.model, Recipe(groups=True))
+    matrices, vectors = toy_param_groups(session.model, TrainingRecipe(groups=True))
     assert isinstance(matrices, dict) and isinstance(vectors, dict)
     groups = [{**matrices, "lr": torch.tensor(1e-2)}, {**vectors, "lr": torch.tensor(2e-2)}]
     return npuzero.AdamW(groups, **options)
@@ -38,19 +47,21 @@ def optimizer_of(session: Session, **options: Any) -> torch.optim.Optimizer:
 def world_of_one(plan: str | None, precision: str | None = None) -> Session:
     """A model that ``zero()`` made, alone; or a plain one."""
     if plan is None:
-        return PlainSession(build(), [0], 1)
-    return CutSession(build(), comm.SingleWorld(), plan=plan, precision=precision)
+        return PlainSession(build_seeded_model(), [0], 1)
+    return CutSession(build_seeded_model(), comm.SingleWorld(), plan=plan, precision=precision)
 
 
 # -- nothing of a step comes from the host -----------------------------------------------------------------------------
 
 
-def step_of(session: Session, optimizer: Any, scaler: Any, clip: bool, micro_batches: int) -> Callable[[], None]:
-    tokens = [tokens_of(0, i, 0) for i in range(micro_batches)]
+def make_capturable_step(
+    session: Session, optimizer: Any, scaler: Any, clip: bool, micro_batches: int
+) -> Callable[[], None]:
+    tokens = [toy_tokens(0, i, 0) for i in range(micro_batches)]
 
     def step() -> None:
         for each in tokens:
-            scaler.scale(loss_of(session.model, each) / micro_batches).backward()
+            scaler.scale(toy_loss(session.model, each) / micro_batches).backward()
         scaler.unscale_(optimizer)
         if clip:
             session.clip(0.5)
@@ -74,13 +85,13 @@ def test_a_step_reads_nothing_and_repeats_itself(plan: str | None, scaler: str) 
     if plan and scaler == "GradScaler":
         pytest.skip("torch's scaler cannot read cut gradients")
     session = world_of_one(plan)
-    optimizer = optimizer_of(session, capturable=True)
-    step = step_of(session, optimizer, SCALERS[scaler](), plan is not None, micro_batches=2)
+    optimizer = build_tensor_lr_adamw(session, capturable=True)
+    step = make_capturable_step(session, optimizer, SCALERS[scaler](), plan is not None, micro_batches=2)
     step()
     step()
     seen = []
     for _ in range(3):
-        with issued() as each:
+        with record_issued() as each:
             step()
         seen.append(each)
     assert any(name == "flat_adam" for name, _ in seen[0])
@@ -90,18 +101,18 @@ def test_a_step_reads_nothing_and_repeats_itself(plan: str | None, scaler: str) 
 
 def test_what_is_watched_sees_a_step_that_the_host_counts() -> None:
     """The test above can fail: without capturable the host tells the kernel its step count."""
-    session = PlainSession(build(), [0], 1)
+    session = PlainSession(build_seeded_model(), [0], 1)
     optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
     session.loss().backward()
     optimizer.step()
-    with pytest.raises(AssertionError, match="reads"), issued():
+    with pytest.raises(AssertionError, match="reads"), record_issued():
         optimizer.step()
 
 
 @pytest.mark.parametrize("plan", [None, "zero0", "zero3"])
 def test_an_lr_that_is_a_tensor_is_not_read(plan: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     session = world_of_one(plan)
-    optimizer = optimizer_of(session)
+    optimizer = build_tensor_lr_adamw(session)
     lrs = [group["lr"] for group in optimizer.param_groups]
     session.loss().backward()
     optimizer.step()
@@ -135,9 +146,9 @@ def test_the_capture_of_what_the_host_counts_is_refused(monkeypatch: pytest.Monk
 # -- and the numbers are the same --------------------------------------------------------------------------------------
 
 
-def trained(session: Session, tensor: bool, capturable: bool, steps: int = 4) -> State:
+def train_two_groups(session: Session, tensor: bool, capturable: bool, steps: int = 4) -> State:
     """By two groups, one of whose members is left out now and then; its weights and states."""
-    matrices, vectors = groups_of(session.model, Recipe(groups=True))
+    matrices, vectors = toy_param_groups(session.model, TrainingRecipe(groups=True))
     assert isinstance(matrices, dict) and isinstance(vectors, dict)
     lrs = [torch.tensor(lr) if tensor else torch.tensor(lr).item() for lr in (1e-2, 2e-2)]
     groups = [{**matrices, "lr": lrs[0]}, {**vectors, "lr": lrs[1]}]
@@ -159,17 +170,17 @@ def trained(session: Session, tensor: bool, capturable: bool, steps: int = 4) ->
 @pytest.mark.parametrize("precision", [None, "bf16-stochastic"])
 def test_bits_over_cut_models(plan: str, precision: str | None) -> None:
     expected = run_cut(
-        partial(trained, tensor=False, capturable=False), 4, plan=plan, precision=precision, local_size=2
+        partial(train_two_groups, tensor=False, capturable=False), 4, plan=plan, precision=precision, local_size=2
     )
     for tensor, capturable in ((True, False), (False, True), (True, True)):
-        scenario = partial(trained, tensor=tensor, capturable=capturable)
+        scenario = partial(train_two_groups, tensor=tensor, capturable=capturable)
         for found in run_cut(scenario, 4, plan=plan, precision=precision, local_size=2):
             assert_same_bits(found, expected[0])
 
 
 def test_bits_over_plain_parameters() -> None:
     outcomes = [
-        trained(PlainSession(build(), [0], 1), tensor, capturable)
+        train_two_groups(PlainSession(build_seeded_model(), [0], 1), tensor, capturable)
         for tensor, capturable in itertools.product((False, True), repeat=2)
     ]
     for found in outcomes[1:]:
@@ -185,9 +196,9 @@ def test_coefficients_of_the_device_are_the_hosts(beta1: float, beta2: float, co
         options = {"lr": torch.tensor(lr, dtype=torch.float64), "betas": (beta1, beta2), "weight_decay": weight_decay}
         table = dynamic_rows([{**options, "decoupled_weight_decay": True}] * len(steps), steps, CPU, corrects)
         segment = partial(
-            Segment, 0, 1, lr, beta1, beta2, 1e-8, weight_decay, decoupled=True, maximize=False, amsgrad=False
+            AdamSegment, 0, 1, lr, beta1, beta2, 1e-8, weight_decay, decoupled=True, maximize=False, amsgrad=False
         )
-        host = [coefficients(segment(step=step, bias_correction=corrects)) for step in steps]
+        host = [adam_coefficients(segment(step=step, bias_correction=corrects)) for step in steps]
         expected = torch.tensor([[k.step_size, k.bias2_sqrt, k.decay, k.step] for k in host])
         assert torch.equal(table, expected) or (
             (table != expected).float().mean() < 1e-3 and ((table - expected).abs() <= 1.2e-7 * expected.abs()).all()
@@ -213,7 +224,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 def test_schedules_write_the_tensor_in_place(name: str, capturable: bool) -> None:
     outcomes, seen = [], []
     for ours in (True, False):
-        session = PlainSession(build(), [0], 1)
+        session = PlainSession(build_seeded_model(), [0], 1)
         lr, parameters = torch.tensor(1e-2), session.model.parameters()
         options: dict[str, Any] = {"capturable": capturable} if ours else {"fused": True}
         optimizer = (npuzero.AdamW if ours else torch.optim.AdamW)(parameters, lr=lr, **options)
@@ -229,10 +240,10 @@ def test_schedules_write_the_tensor_in_place(name: str, capturable: bool) -> Non
         outcomes.append(session.state())
         seen.append(lrs)
     assert seen[0] == seen[1] and len(set(seen[0])) >= 5
-    assert_close(*outcomes)
+    assert_states_close(*outcomes)
 
 
-def scheduled(session: Session) -> State:
+def train_with_lr_schedule(session: Session) -> State:
     """A tensor that a schedule writes, over a cut model."""
     lr = torch.tensor(1e-2)
     options = {"capturable": True} if isinstance(session, CutSession) else {}
@@ -249,7 +260,7 @@ def scheduled(session: Session) -> State:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp"])
 def test_schedules_over_cut_models(plan: str) -> None:
-    check(scheduled, 4, plan=plan, local_size=2)
+    check_equals_plain(train_with_lr_schedule, 4, plan=plan, local_size=2)
 
 
 # -- states go both ways -----------------------------------------------------------------------------------------------
@@ -292,7 +303,7 @@ def test_states_go_both_ways(ours: str, theirs: str) -> None:
 
     outcomes = []
     for first, second in (("theirs", "theirs"), ("ours", "theirs"), ("theirs", "ours"), ("ours", "ours")):
-        session = PlainSession(build(), [0], 1)
+        session = PlainSession(build_seeded_model(), [0], 1)
         before = makers[first](session.model.parameters())
         steps(session, before, 0)
         saved = copy.deepcopy(before.state_dict())
@@ -306,14 +317,14 @@ def test_states_go_both_ways(ours: str, theirs: str) -> None:
         assert_same_state(after.state_dict(), saved)
         steps(session, after, 3)
         if first == second:  # going on without the way through a state
-            straight = PlainSession(build(), [0], 1)
+            straight = PlainSession(build_seeded_model(), [0], 1)
             through = makers[first](straight.model.parameters())
             steps(straight, through, 0)
             steps(straight, through, 3)
             assert_same_bits(session.state(), straight.state())
         outcomes.append(session.state())
     for found in outcomes[1:]:
-        assert_close(found, outcomes[0])
+        assert_states_close(found, outcomes[0])
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -324,15 +335,15 @@ def test_a_cut_state_goes_on_where_it_was(plan: str, capturable: bool) -> None:
     def rank(world: World) -> tuple[State, State]:
         outcomes = []
         for through in (False, True):
-            session = CutSession(build(), world, plan=plan)
-            optimizer: Any = optimizer_of(session, capturable=capturable)
+            session = CutSession(build_seeded_model(), world, plan=plan)
+            optimizer: Any = build_tensor_lr_adamw(session, capturable=capturable)
             for step in range(5):
                 if step == 2:
                     optimizer.state_dict()
                 if step == 3 and through:
                     saved = optimizer.state_dict()
                     assert {float(state["step"]) for state in saved["state"].values()} == {3.0}
-                    optimizer = optimizer_of(session, capturable=not capturable)
+                    optimizer = build_tensor_lr_adamw(session, capturable=not capturable)
                     optimizer.load_state_dict(saved)
                     assert all(group["capturable"] == capturable for group in optimizer.param_groups)
                     assert optimizer.param_groups[0]["lr"] is not saved["param_groups"][0]["lr"]
@@ -373,7 +384,7 @@ def test_scaled_plain_steps_decide_as_torchs(options: dict[str, Any], scaler: st
     """With an overflow in the middle; the host is told nothing where the optimizer takes the decision on the device."""
     outcomes = []
     for kind in (npuzero.AdamW, torch.optim.AdamW):
-        session = PlainSession(build(), [0], 1)
+        session = PlainSession(build_seeded_model(), [0], 1)
         chosen = options if kind is npuzero.AdamW else {"fused": True}
         optimizer = kind(session.model.parameters(), lr=1e-2, **chosen)
         scales = SCALERS[scaler if kind is npuzero.AdamW else "GradScaler"]()
@@ -392,7 +403,7 @@ def test_scaled_plain_steps_decide_as_torchs(options: dict[str, Any], scaler: st
         assert steps == {5.0}
         assert not hasattr(optimizer, "found_inf")
         outcomes.append(session.state() | {"scales": torch.tensor(seen)})
-    assert_close(*outcomes)
+    assert_states_close(*outcomes)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

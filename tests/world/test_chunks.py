@@ -12,7 +12,7 @@ from npuzero import Precision, Settings, comm, observe, ops
 from npuzero.comm import World
 from npuzero.observe import Events, Instant, Span
 from world.test_optimizers import optimizer_state
-from world.toy import ToyGPT, build, loss_of, tokens_of
+from world.toy import ToyGPT, build_seeded_model, toy_loss, toy_tokens
 from world.train import Session, State, assert_same_bits, run_cut
 
 #: Of a chunk: within a flat, and across flats.
@@ -27,7 +27,7 @@ PRECISIONS = {
 }
 
 
-def trained(session: Session) -> State:
+def train_chunked(session: Session) -> State:
     """Groups, clipping, parameters without a gradient in some steps, and an overflow that only the device knows of."""
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
     groups = [{"params": odd}, {"params": even, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
@@ -57,28 +57,28 @@ def trained(session: Session) -> State:
 )
 def test_chunks_move_no_bit(plan: str, precision: str) -> None:
     options: dict[str, Any] = {"plan": plan, "local_size": 2, "precision": PRECISIONS[precision]}
-    whole = run_cut(trained, 4, ToyGPT, **options)
+    whole = run_cut(train_chunked, 4, ToyGPT, **options)
     for chunk_bytes in CHUNKS:
-        chunked = run_cut(trained, 4, ToyGPT, settings=Settings(chunk_bytes=chunk_bytes), **options)
+        chunked = run_cut(train_chunked, 4, ToyGPT, settings=Settings(chunk_bytes=chunk_bytes), **options)
         for found, expected in zip(chunked, whole, strict=True):
             assert_same_bits(found, expected)
 
 
-def happenings(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
+def chunk_events(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
     """What rank 0 of two did in a step, in order: each "launch", and R4 of each unit as it ends."""
-    update = ops.Line.update
+    update = ops.AdamLine.update
 
     def launched(*arguments: Any) -> None:
         observe.instant("update", "launch")
         update(*arguments)
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero1", world=world, settings=Settings(**settings))
+        model = npuzero.zero(build_seeded_model(), plan="zero1", world=world, settings=Settings(**settings))
         optimizer = npuzero.AdamW(model.parameters())
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()
         optimizer.step()
 
-    monkeypatch.setattr(ops.Line, "update", launched)
+    monkeypatch.setattr(ops.AdamLine, "update", launched)
     with observe.recording(Events()) as sink:
         comm.run_threads(2, rank)
     names = [event.name for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
@@ -86,15 +86,15 @@ def happenings(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
 
 
 def test_one_launch_and_then_the_units_unless_there_are_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = happenings(monkeypatch, overlap=False)
+    order = chunk_events(monkeypatch, overlap=False)
     assert order.count("launch") == 1
     assert order[0] == "launch"
 
 
 def test_a_unit_is_restored_when_its_last_chunk_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of forward, and as often as in one chunk."""
-    whole = happenings(monkeypatch, overlap=False)
-    order = happenings(monkeypatch, overlap=False, chunk_bytes=4096)
+    whole = chunk_events(monkeypatch, overlap=False)
+    order = chunk_events(monkeypatch, overlap=False, chunk_bytes=4096)
     assert [name for name in order if name != "launch"] == [name for name in whole if name != "launch"]
     first, last = (next(i for i, name in enumerate(some) if name != "launch") for some in (order, order[::-1]))
     assert first > 1, "the root unit is larger than a chunk"

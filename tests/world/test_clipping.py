@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import npuzero
 from npuzero import Settings
-from world.train import Session, State, assert_close, assert_same_bits, check, run_cut, run_plain
+from world.train import Session, State, assert_same_bits, assert_states_close, check_equals_plain, run_cut, run_plain
 
 P_NORMS = (1.0, 2.0, 3.5, math.inf)
 PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "hsdp")
@@ -45,7 +45,7 @@ def every_norm(session: Session) -> State:
 
 
 @cache
-def clipped(plan: str) -> State:
+def train_clipped(plan: str) -> State:
     states = run_cut(every_norm, 4, plan=plan, local_size=2)
     for state in states[1:]:
         assert_same_bits(state, states[0])
@@ -53,14 +53,14 @@ def clipped(plan: str) -> State:
 
 
 @cache
-def expected() -> State:
+def plain_norms() -> State:
     return run_plain(every_norm, 4)
 
 
 @every_plan
 def test_norms_are_torchs(plan: str) -> None:
-    found = clipped(plan)
-    assert_close(found, expected())
+    found = train_clipped(plan)
+    assert_states_close(found, plain_norms())
     for norm, again in found["norms"].view(-1, 2).tolist():
         assert norm == again > 0  # the first one clipped nothing
     assert found["norms"].dtype is torch.float32
@@ -68,7 +68,7 @@ def test_norms_are_torchs(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])
 def test_stages_have_the_same_bits(plan: str) -> None:
-    assert_same_bits(clipped(plan), clipped("zero0"))
+    assert_same_bits(train_clipped(plan), train_clipped("zero0"))
 
 
 @pytest.mark.parametrize("p", P_NORMS)
@@ -101,7 +101,7 @@ def test_a_norm_beyond_float32s_squares() -> None:
     assert 1e24 < norm < 1e28
 
 
-class Uneven(nn.Module):
+class UnevenFlats(nn.Module):
     """Blocks whose flats are equally long, and whose parameters end at different places in them."""
 
     def __init__(self, dim: int) -> None:
@@ -129,4 +129,4 @@ def test_gaps_count_for_nothing(dim: int, plan: str) -> None:
             optimizer.zero_grad()
         return {"norms": torch.stack(norms)}
 
-    check(steps, 2, lambda: Uneven(dim), plan=plan, settings=Settings(overlap=False))
+    check_equals_plain(steps, 2, lambda: UnevenFlats(dim), plan=plan, settings=Settings(overlap=False))

@@ -20,7 +20,7 @@ from npuzero.comm.hierarchical import HierarchicalCommunicator
 from npuzero.comm.process_group import AcceleratorCommunicator, make_group
 from npuzero.errors import CollectiveError, OutOfSpace
 from world import comm_cases
-from world.comm_ranks import SLOT_BYTES, run_ranks, values
+from world.comm_ranks import SLOT_BYTES, rank_results, run_comm_ranks
 
 SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 
@@ -38,21 +38,21 @@ def test_threads(size: int, _small_slots: None) -> None:
 @pytest.mark.world
 @pytest.mark.parametrize("size", SIZES)
 def test_processes(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, comm_cases.all_cases, size == 4, folder=tmp_path))
+    rank_results(run_comm_ranks(size, comm_cases.all_cases, size == 4, folder=tmp_path))
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_gloo_sums_bit_for_bit_as_shared_memory(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, comm_cases.all_cases, True, folder=tmp_path, backend="gloo"))
+    rank_results(run_comm_ranks(size, comm_cases.all_cases, True, folder=tmp_path, backend="gloo"))
 
 
 def test_full_slots() -> None:
     def large(world: World) -> None:
         group = world.communicator(range(world.size), "large")
-        comm_cases.check_reduce_scatter(group, torch.bfloat16, 300_001)
+        comm_cases.check_case_reduce_scatter(group, torch.bfloat16, 300_001)
         comm_cases.check_all_gather(group, torch.float32, 300_001)
-        comm_cases.check_all_reduce(group, torch.float32, 1_000_003)
+        comm_cases.check_case_all_reduce(group, torch.float32, 1_000_003)
         comm_cases.check_all_to_all(group, torch.float32, 300_001)
         comm_cases.check_send(group, torch.float32, 300_001)
 
@@ -99,15 +99,15 @@ def test_what_a_rank_says_is_there_is_there() -> None:
 
 @pytest.mark.parametrize("size", (4, 8))
 def test_hierarchical_equals_flat(size: int, _small_slots: None) -> None:
-    comm.run_threads(size, _hierarchical)
+    comm.run_threads(size, _check_hierarchical)
 
 
 @pytest.mark.world
 def test_hierarchical_over_gloo_equals_shared_memory(tmp_path: Path) -> None:
-    values(run_ranks(4, _hierarchical, folder=tmp_path, backend="gloo"))
+    rank_results(run_comm_ranks(4, _check_hierarchical, folder=tmp_path, backend="gloo"))
 
 
-def _hierarchical(world: World) -> None:
+def _check_hierarchical(world: World) -> None:
     """Composed of one communicator per axis, a permuted group moves the same bytes; sums of integers are exact."""
     mesh = comm.Mesh(world, 2)
     axes = ("local", "node")
@@ -125,7 +125,7 @@ def _hierarchical(world: World) -> None:
             comm_cases.check_all_to_all(group, dtype, n)
             comm_cases.check_broadcast(group, dtype, n)
             comm_cases.check_send(group, dtype, n)
-            comm_cases.check_all_reduce(group, dtype, n)
+            comm_cases.check_case_all_reduce(group, dtype, n)
         for wire in comm_cases.WIRES:
             whole = torch.arange(world.size * n, dtype=torch.float32).remainder(5).add(world.rank).to(wire)
             shard = torch.ones(n)
@@ -138,7 +138,7 @@ def _hierarchical(world: World) -> None:
 
 @pytest.mark.world
 def test_sends_as_accelerators_make_them(tmp_path: Path) -> None:
-    values(run_ranks(3, _as_on_accelerators, folder=tmp_path, backend="gloo"))
+    rank_results(run_comm_ranks(3, _as_on_accelerators, folder=tmp_path, backend="gloo"))
 
 
 def _as_on_accelerators(world: World) -> None:
@@ -192,7 +192,7 @@ def test_both_ends_of_a_send_are_observed() -> None:
 
 @pytest.mark.world
 def test_shared_buffers_give_their_memory_back(tmp_path: Path) -> None:
-    values(run_ranks(2, _buffers_come_and_go, folder=tmp_path))
+    rank_results(run_comm_ranks(2, _buffers_come_and_go, folder=tmp_path))
 
 
 def _buffers_come_and_go(world: World) -> None:
@@ -234,27 +234,27 @@ def _in_forked_child(action: Callable[[], object]) -> None:
 
 @pytest.mark.world
 def test_named_memory_leaves_no_name(tmp_path: Path) -> None:
-    before = _names()
-    seen = values(run_ranks(3, without_leave, folder=tmp_path))
+    before = _shared_memory_names()
+    seen = rank_results(run_comm_ranks(3, without_leave, folder=tmp_path))
     assert seen == [True] * 3
-    assert _names() <= before
+    assert _shared_memory_names() <= before
 
 
 def without_leave(world: World) -> bool:
     world._named = True  # type: ignore[attr-defined]
-    comm_cases.many_in_flight(world)
+    comm_cases.many_case_handles(world)
     everyone = tuple(range(world.size))
-    return world.communicator(everyone, "case") is world.communicator(everyone, "case") and not _names()
+    return world.communicator(everyone, "case") is world.communicator(everyone, "case") and not _shared_memory_names()
 
 
-def _names() -> set[str]:
+def _shared_memory_names() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("npuzero-*")}
 
 
 @pytest.mark.world
 def test_torchrun(tmp_path: Path) -> None:
     """The launcher's variables alone are enough; the default for CPU ranks of one host is shared memory."""
-    _launch(
+    _launch_two_ranks(
         tmp_path / "rank.py",
         "import torch\n"
         "from npuzero import comm\n"
@@ -270,7 +270,7 @@ def test_torchrun(tmp_path: Path) -> None:
 @pytest.mark.world
 def test_ranks_that_nobody_joined_do_not_train_apart(tmp_path: Path) -> None:
     """zero() without init() takes the launcher's word for how many ranks there are."""
-    _launch(
+    _launch_two_ranks(
         tmp_path / "rank.py",
         "import torch, npuzero\n"
         "model = npuzero.zero(torch.nn.Linear(4, 4), stage=3)\n"
@@ -281,7 +281,7 @@ def test_ranks_that_nobody_joined_do_not_train_apart(tmp_path: Path) -> None:
     )
 
 
-def _launch(script: Path, program: str) -> None:
+def _launch_two_ranks(script: Path, program: str) -> None:
     script.write_text(program)
     launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=300)

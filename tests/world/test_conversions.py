@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import npuzero
 from npuzero import StateError, comm
 from npuzero.comm import World
-from world.toy import ToyGPT, build
-from world.train import Session, State, check
+from world.toy import ToyGPT, build_seeded_model
+from world.train import Session, State, check_equals_plain
 
 #: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
@@ -65,7 +65,7 @@ def put_where_it_is(session: Session) -> State:
 
 @every_plan
 def test_a_model_that_is_put_where_it_is_trains_on(plan: str) -> None:
-    check(put_where_it_is, 4, TrainableGPT, plan=plan, local_size=2)
+    check_equals_plain(put_where_it_is, 4, TrainableGPT, plan=plan, local_size=2)
 
 
 @every_plan
@@ -75,7 +75,9 @@ def test_a_conversion_that_changes_nothing_is_no_write(plan: str) -> None:
     def rank(world: World) -> bool:
         weights = []
         for converted in (False, True):
-            model = npuzero.zero(build().bfloat16(), plan=plan, local_size=2, precision="bf16-split", world=world)
+            model = npuzero.zero(
+                build_seeded_model().bfloat16(), plan=plan, local_size=2, precision="bf16-split", world=world
+            )
             optimizer = npuzero.AdamW(model.parameters(), lr=1e-4)
             for _ in range(3):
                 model(torch.arange(12)[None]).float().square().mean().backward()
@@ -89,7 +91,7 @@ def test_a_conversion_that_changes_nothing_is_no_write(plan: str) -> None:
     assert all(comm.run_threads(2, rank))
 
 
-class Pictures(nn.Module):
+class PictureModel(nn.Module):
     """Convolutions, with statistics."""
 
     def __init__(self) -> None:
@@ -120,13 +122,13 @@ def test_a_conversion_that_changes_something_is_one_error(change: str, plan: str
     function, got = CHANGES[change]
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=Pictures), plan=plan, world=world)
+        model = npuzero.zero(build_seeded_model(make=PictureModel), plan=plan, world=world)
         optimizer = npuzero.AdamW(model.parameters())
         model(torch.ones(2, 3, 8, 8)).square().sum().backward()
         with pytest.raises(StateError, match=r"npuzero\.zero\(model, precision=") as caught:
             function(model)
         assert got in caught.value.got and "weight" in caught.value.expected
-        assert re.fullmatch(r"(Pictures|Conv2d)\.\w+\(\) after npuzero\.zero\(\)", caught.value.subject)
+        assert re.fullmatch(r"(PictureModel|Conv2d)\.\w+\(\) after npuzero\.zero\(\)", caught.value.subject)
         assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in model.buffers())
         optimizer.step()  # nothing was touched
         model(torch.ones(2, 3, 8, 8)).square().sum().backward()
@@ -135,21 +137,21 @@ def test_a_conversion_that_changes_something_is_one_error(change: str, plan: str
 
 
 def test_channels_last_comes_with_the_input() -> None:
-    model = npuzero.zero(build(make=Pictures), plan="zero3")
+    model = npuzero.zero(build_seeded_model(make=PictureModel), plan="zero3")
     found = model(torch.ones(2, 3, 8, 8).to(memory_format=torch.channels_last))
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_buffers_may_be_converted() -> None:
     """A float32 buffer beside bfloat16 parameters is ``model.to(torch.bfloat16)``'s to convert, as in torch."""
-    model = npuzero.zero(build(make=Pictures).bfloat16(), plan="zero3")
+    model = npuzero.zero(build_seeded_model(make=PictureModel).bfloat16(), plan="zero3")
     model.layers[1].register_buffer("wide", torch.ones(4))
     model.to(torch.bfloat16)
     assert model.layers[1].wide.dtype == torch.bfloat16
 
 
 def test_a_copy_of_a_module_is_its_owners_to_convert() -> None:
-    model = npuzero.zero(build(), plan="zero3")
+    model = npuzero.zero(build_seeded_model(), plan="zero3")
     with npuzero.gathered(model):
         head = copy.deepcopy(model.norm)
     assert head.half().weight.dtype == torch.float16
@@ -161,7 +163,7 @@ def test_a_copy_of_a_block_computes_with_its_own_weights(plan: str) -> None:
     """As a target network, or an average, has them."""
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, local_size=2, world=world)
         with npuzero.gathered(model), torch.no_grad():
             block = copy.deepcopy(model.blocks[0])
             found = block(torch.ones(1, 3, 16))
@@ -178,7 +180,7 @@ def test_a_copy_of_a_block_computes_with_its_own_weights(plan: str) -> None:
 # -- other engines around it -------------------------------------------------------------------------------------------
 
 
-class Wrapping(nn.Module):
+class WrappingModule(nn.Module):
     """A cut model as a part of another, as in a LightningModule."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -198,7 +200,10 @@ def process_group() -> Iterator[None]:
 
 WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "DDP": (DistributedDataParallel, "DistributedDataParallel around"),
-    "DDP around a module that has it": (lambda model: DistributedDataParallel(Wrapping(model)), "DistributedData"),
+    "DDP around a module that has it": (
+        lambda model: DistributedDataParallel(WrappingModule(model)),
+        "DistributedData",
+    ),
     "fully_shard": (fully_shard, "FSDP|fully_shard around"),
 }
 
@@ -226,7 +231,7 @@ def test_torchs_engines_are_refused_without_a_process_group_and_on_the_cpu(
 ) -> None:
     """There DDP would fail over the group that it lacks, and DataParallel do nothing."""
     model = npuzero.zero(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=plan)
-    for around in (model, Wrapping(model)):
+    for around in (model, WrappingModule(model)):
         with pytest.raises(StateError, match=f"^{engine.__name__} around a model made by npuzero.zero"):
             engine(module=around)
 
@@ -241,7 +246,7 @@ def test_a_model_of_ones_own_may_be_wrapped_beside_it() -> None:
 
 def test_ddp_may_have_the_rest_of_a_model(process_group: None) -> None:
     inner = npuzero.zero(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan="zero3")
-    outer = nn.Sequential(Wrapping(inner), nn.Linear(4, 1))
+    outer = nn.Sequential(WrappingModule(inner), nn.Linear(4, 1))
     names = [name for name, parameter in outer.named_parameters() if name.startswith("0.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(outer, names)
     DistributedDataParallel(outer)(torch.ones(1, 4)).sum().backward()

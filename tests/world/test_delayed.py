@@ -14,23 +14,23 @@ import npuzero
 from npuzero import ConfigError, Memory, Plan, Settings, StateError, StorageError, checkpoint, comm
 from npuzero.comm import World
 from npuzero.memory.file import FileStore
-from npuzero.shard.stream import Staged
+from npuzero.shard.stream import StagedChunk
 from world.late import HandSession, LateSession, PlainLateSession
 from world.test_chunks import PRECISIONS
 from world.test_optimizers import optimizer_state
 from world.test_tiers import folders
 from world.test_tiers_lane import (
-    after,
-    drops,
     drops_and_accumulates,
-    evaluates,
+    drops_gradients,
+    evaluates_after_step,
     looks_at_gradients,
+    make_after_step_scenario,
     shows_parameters,
     shows_states,
     slowly,
 )
-from world.toy import Recipe, ToyGPT, build, groups_of
-from world.train import Session, State, assert_close, assert_same_bits, run_cut
+from world.toy import ToyGPT, TrainingRecipe, build_seeded_model, toy_param_groups
+from world.train import Session, State, assert_same_bits, assert_states_close, run_cut
 
 __all__ = ["folders", "slowly"]  # fixtures
 
@@ -44,18 +44,20 @@ MANY = SETTINGS["many chunks"]
 ALL = ("node", "local")
 
 
-def delayed(row: str = "zero2", memory: Memory = Memory.HOST, **options: Any) -> Plan:
+def delayed_plan(row: str = "zero2", memory: Memory = Memory.HOST, **options: Any) -> Plan:
     """The row with its states in that memory, gradients on the host, and updates a step late."""
     plan = Plan.preset(row, **options)
     gradients, states = replace(plan.gradients, memory=Memory.HOST), replace(plan.states, memory=memory)
     return replace(plan, gradients=gradients, states=states, lag=1)
 
 
-def trained(
+def train_delayed(
     session: Any, steps: int = 5, micro_batches: int = 2, clip: float | None = 0.5, scaled: bool = True
 ) -> State:
     """Groups, lr that changes, parameters that are left out in some steps, overflows that only the device knows of."""
-    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, Recipe(groups=True)), lr=1e-2)
+    optimizer = session.optimizer(
+        torch.optim.AdamW, toy_param_groups(session.model, TrainingRecipe(groups=True)), lr=1e-2
+    )
     scaler = session.scaler(init_scale=8.0, growth_interval=2) if scaled else None
     even = [p for p in session.model.parameters() if p.requires_grad][::2]
     seen: State = {}
@@ -81,17 +83,19 @@ def trained(
     return seen | session.seen()
 
 
-def by_hand(size: int, precision: str, gradients: bool, **how: Any) -> list[State]:
+def delayed_by_hand(size: int, precision: str, gradients: bool, **how: Any) -> list[State]:
     """With everything on the device; ``gradients``: sharded, so that ranks are summed before micro-batches are."""
     options = {"plan": "zero2" if gradients else "zero0", "precision": PRECISIONS[precision]}
-    return comm.run_threads(size, lambda world: trained(HandSession(build(), world, **options), **how))
+    return comm.run_threads(
+        size, lambda world: train_delayed(HandSession(build_seeded_model(), world, **options), **how)
+    )
 
 
 def assert_as_by_hand(plan: Plan, size: int, precision: str, settings: Settings, **how: Any) -> None:
     def rank(world: World) -> State:
-        return trained(LateSession(build(), world, plan=plan, settings=settings), **how)
+        return train_delayed(LateSession(build_seeded_model(), world, plan=plan, settings=settings), **how)
 
-    expectations = by_hand(size, precision, bool(plan.gradients.axes), **how)
+    expectations = delayed_by_hand(size, precision, bool(plan.gradients.axes), **how)
     for found, expected in zip(comm.run_threads(size, rank), expectations, strict=True):
         assert_same_bits(found, expected)
 
@@ -108,7 +112,7 @@ def assert_as_by_hand(plan: Plan, size: int, precision: str, settings: Settings,
     ids=str,
 )
 def test_as_by_hand(row: str, precision: str, size: int, settings: str, memory: Memory) -> None:
-    assert_as_by_hand(delayed(row, memory, precision=PRECISIONS[precision]), size, precision, SETTINGS[settings])
+    assert_as_by_hand(delayed_plan(row, memory, precision=PRECISIONS[precision]), size, precision, SETTINGS[settings])
 
 
 @pytest.mark.slow
@@ -121,21 +125,23 @@ def test_as_by_hand_in_any_case(size: int, precision: str, settings: str) -> Non
         how = {"steps": 6, "micro_batches": micro_batches, "clip": clip, "scaled": scaled}
         memory = (Memory.HOST, Memory.NVME)[i % 2]
         for row in ("zero2", "zero3", "hpz", "zero0"):
-            plan = delayed(row, memory, precision=PRECISIONS[precision], local_size=1 if size == 2 else size)
+            plan = delayed_plan(row, memory, precision=PRECISIONS[precision], local_size=1 if size == 2 else size)
             assert_as_by_hand(plan, size, precision, SETTINGS[settings], **how)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_as_plain_torch(size: int) -> None:
     how = {"scaled": False}
-    expected = trained(PlainLateSession(build(), range(size), size), **how)
-    for found in comm.run_threads(size, lambda world: trained(LateSession(build(), world, plan="delayed"), **how)):
-        assert_close(found, expected)
+    expected = train_delayed(PlainLateSession(build_seeded_model(), range(size), size), **how)
+    for found in comm.run_threads(
+        size, lambda world: train_delayed(LateSession(build_seeded_model(), world, plan="delayed"), **how)
+    ):
+        assert_states_close(found, expected)
 
 
 def test_the_first_step_changes_nothing_and_one_without_gradients_ends_what_is_pending() -> None:
     def rank(world: World) -> list[State]:
-        session = LateSession(build(), world, plan="delayed", precision="bf16-split")
+        session = LateSession(build_seeded_model(), world, plan="delayed", precision="bf16-split")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         states = [session.state()]
         for do in (optimizer.step, optimizer.step, optimizer.step, lambda: npuzero.apply_pending(session.model)):
@@ -153,27 +159,27 @@ def test_the_first_step_changes_nothing_and_one_without_gradients_ends_what_is_p
             assert_same_bits(other, others[0])
 
 
-class Held:
+class HeldUpdates:
     """Keep updates from going on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.met = threading.Event()
-        master = Staged.master.fget
+        master = StagedChunk.master.fget
         assert master is not None
 
-        def held(staged: Staged) -> torch.Tensor:
+        def held(staged: StagedChunk) -> torch.Tensor:
             if threading.current_thread().name == "npuzero-update":
                 self.met.set()
                 assert self.go.wait(20)
             return master(staged)
 
-        monkeypatch.setattr(Staged, "master", property(held))
+        monkeypatch.setattr(StagedChunk, "master", property(held))
 
 
 def test_neither_forward_nor_backward_waits_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two_steps(world: World, held: Held | None) -> State:
-        session = LateSession(build(), world, plan=delayed(), settings=MANY)
+    def two_steps(world: World, held: HeldUpdates | None) -> State:
+        session = LateSession(build_seeded_model(), world, plan=delayed_plan(), settings=MANY)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         session.loss(0).backward()
         session.clip(0.5)
@@ -192,17 +198,17 @@ def test_neither_forward_nor_backward_waits_for_the_update(monkeypatch: pytest.M
         return {"norm": norm} | before | {f"after {name}": value for name, value in session.state().items()}
 
     expected = comm.run_threads(2, lambda world: two_steps(world, None))
-    held = Held(monkeypatch)
+    held = HeldUpdates(monkeypatch)
     for mine, other in zip(comm.run_threads(2, lambda world: two_steps(world, held)), expected, strict=True):
         assert_same_bits(mine, other)
 
 
-def loads_its_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def reloads_optimizer_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
 
 
-def keeps(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def keeps_gradients(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """More gradients come to those that the update reads, which were clipped."""
 
 
@@ -210,13 +216,13 @@ def keeps(session: Session, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        drops,
-        keeps,
+        drops_gradients,
+        keeps_gradients,
         drops_and_accumulates,
         shows_parameters,
         shows_states,
-        loads_its_states,
-        evaluates,
+        reloads_optimizer_states,
+        evaluates_after_step,
         looks_at_gradients,
     ],
     ids=lambda what: what.__name__,
@@ -225,29 +231,29 @@ def keeps(session: Session, optimizer: torch.optim.Optimizer) -> None:
 def test_right_after_a_step(what: Any, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each step waits for its update."""
     monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
-    row = delayed("zero3", memory, precision=PRECISIONS["split"])
-    found = run_cut(after(what), 2, ToyGPT, plan=row, settings=MANY)
-    expected = run_cut(after(what), 2, ToyGPT, plan=row, settings=SETTINGS["no overlap"])
+    row = delayed_plan("zero3", memory, precision=PRECISIONS["split"])
+    found = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=MANY)
+    expected = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=SETTINGS["no overlap"])
     for mine, other in zip(found, expected, strict=True):
         assert_same_bits(mine, other)
 
 
-def steps(session: LateSession, optimizer: torch.optim.Optimizer, begin: int, end: int) -> State:
+def delayed_steps(session: LateSession, optimizer: torch.optim.Optimizer, begin: int, end: int) -> State:
     """Some steps; what the model computes with at their end, what it has of states, and what is pending."""
     for step in range(begin, end):
         session.loss(step).backward()
         session.clip(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return whole(session, optimizer)
+    return delayed_state(session, optimizer)
 
 
-def whole(session: LateSession, optimizer: torch.optim.Optimizer) -> State:
+def delayed_state(session: LateSession, optimizer: torch.optim.Optimizer) -> State:
     return optimizer_state(optimizer) | session.state()
 
 
-def begun(world: World, plan: Plan | str, seed: int = 1) -> tuple[LateSession, torch.optim.Optimizer]:
-    session = LateSession(build(seed), world, plan=plan, settings=MANY)
+def build_late_session(world: World, plan: Plan | str, seed: int = 1) -> tuple[LateSession, torch.optim.Optimizer]:
+    session = LateSession(build_seeded_model(seed), world, plan=plan, settings=MANY)
     return session, session.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
@@ -257,26 +263,26 @@ def begun(world: World, plan: Plan | str, seed: int = 1) -> tuple[LateSession, t
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision: str, tmp_path: Path) -> None:
     """On as many ranks under another delayed plan to the bit; on others what is saved again is the same."""
     kept = {"precision": PRECISIONS[precision]}
-    plans = [delayed("zero2", **kept), delayed("zero3", Memory.NVME, **kept)]
+    plans = [delayed_plan("zero2", **kept), delayed_plan("zero3", Memory.NVME, **kept)]
 
     def saves(world: World) -> State:
-        session, optimizer = begun(world, plans[0], seed=0)
-        steps(session, optimizer, 0, 3)
+        session, optimizer = build_late_session(world, plans[0], seed=0)
+        delayed_steps(session, optimizer, 0, 3)
         checkpoint.save(tmp_path, session.model, optimizer, step=3)
-        return steps(session, optimizer, 3, 5)
+        return delayed_steps(session, optimizer, 3, 5)
 
     def goes_on(world: World, folder: Path) -> State:
-        session, optimizer = begun(world, plans[1])
+        session, optimizer = build_late_session(world, plans[1])
         checkpoint.load(folder, session.model, optimizer)
-        return steps(session, optimizer, 3, 5)
+        return delayed_steps(session, optimizer, 3, 5)
 
     def passes_on(world: World) -> State:
-        session, optimizer = begun(world, plans[world.size % 2])
+        session, optimizer = build_late_session(world, plans[world.size % 2])
         checkpoint.load(tmp_path, session.model, optimizer)
         checkpoint.save(tmp_path / str(world.size), session.model, optimizer, step=3)
-        found = whole(session, optimizer)
+        found = delayed_state(session, optimizer)
         session.ends()
-        return found | {f"ended {name}": value for name, value in whole(session, optimizer).items()}
+        return found | {f"ended {name}": value for name, value in delayed_state(session, optimizer).items()}
 
     expected = comm.run_threads(2, saves)
     one, three = (comm.run_threads(size, passes_on)[0] for size in (1, 3))
@@ -293,19 +299,19 @@ def test_state_dicts_go_on_as_if_nothing_had_been() -> None:
     """Unsharded ones, torch's for torch.distributed.checkpoint, and its template of a model that has no states yet."""
 
     def rank(world: World) -> list[State]:
-        session, optimizer = begun(world, delayed(), seed=0)
-        steps(session, optimizer, 0, 3)
+        session, optimizer = build_late_session(world, delayed_plan(), seed=0)
+        delayed_steps(session, optimizer, 0, 3)
         model, states = session.state(), optimizer.state_dict()
-        by_name, its_states = begun(world, delayed("zero3"))
+        by_name, its_states = build_late_session(world, delayed_plan("zero3"))
         npuzero.load_full_state_dict(by_name.model, model)
         its_states.load_state_dict(states)
-        sharded, its_shards = begun(world, delayed())
+        sharded, its_shards = build_late_session(world, delayed_plan())
         empty = checkpoint.state_dict(sharded.model, its_shards)
         checkpoint.load_state_dict(sharded.model, its_shards, state=empty)
-        assert_same_bits(sharded.state(), begun(world, delayed())[0].state())
+        assert_same_bits(sharded.state(), build_late_session(world, delayed_plan())[0].state())
         checkpoint.load_state_dict(sharded.model, its_shards, state=checkpoint.state_dict(session.model, optimizer))
         pairs = ((session, optimizer), (by_name, its_states), (sharded, its_shards))
-        return [steps(*pair, 3, 5) for pair in pairs]
+        return [delayed_steps(*pair, 3, 5) for pair in pairs]
 
     for expected, *others in comm.run_threads(2, rank):
         for other in others:
@@ -317,21 +323,21 @@ EARLY = "delayed plan saved this state"
 
 def test_a_plan_without_lag_applies_at_once_what_was_pending(tmp_path: Path) -> None:
     def saves(world: World) -> tuple[State, State, Any]:
-        session, optimizer = begun(world, delayed(precision="bf16"), seed=0)
-        steps(session, optimizer, 0, 3)
+        session, optimizer = build_late_session(world, delayed_plan(precision="bf16"), seed=0)
+        delayed_steps(session, optimizer, 0, 3)
         checkpoint.save(tmp_path, session.model, optimizer, step=3)
         unsharded = session.state(), optimizer.state_dict()
         session.ends()
-        return whole(session, optimizer), *unsharded
+        return delayed_state(session, optimizer), *unsharded
 
     def goes_on(world: World, model: State | None, states: Any) -> State:
-        session, optimizer = begun(world, Plan.preset("zero2", precision="bf16"))
+        session, optimizer = build_late_session(world, Plan.preset("zero2", precision="bf16"))
         if model is None:
             checkpoint.load(tmp_path, session.model, optimizer)
         else:
             session.load(model)
             optimizer.load_state_dict(states)
-        return whole(session, optimizer)
+        return delayed_state(session, optimizer)
 
     for expected, model, states in comm.run_threads(1, saves):
         for given in (None, model):
@@ -342,13 +348,13 @@ def test_a_plan_without_lag_applies_at_once_what_was_pending(tmp_path: Path) -> 
 
 def test_a_checkpoint_without_lag_begins_as_a_model_does(tmp_path: Path) -> None:
     def rank(world: World) -> tuple[State, State]:
-        session, optimizer = begun(world, "zero3", seed=0)
-        steps(session, optimizer, 0, 3)
+        session, optimizer = build_late_session(world, "zero3", seed=0)
+        delayed_steps(session, optimizer, 0, 3)
         checkpoint.save(tmp_path, session.model, optimizer, step=3)
-        late, its = begun(world, delayed())
+        late, its = build_late_session(world, delayed_plan())
         checkpoint.load(tmp_path, late.model, its)
-        before = whole(late, its)
-        assert_same_bits(before, whole(session, optimizer))
+        before = delayed_state(late, its)
+        assert_same_bits(before, delayed_state(session, optimizer))
         assert_same_bits(late.state(), session.state())
         for model, states in ((session, optimizer), (late, its)):
             model.loss(3).backward()
@@ -364,8 +370,8 @@ def test_a_checkpoint_without_lag_begins_as_a_model_does(tmp_path: Path) -> None
 
 def test_exported_is_what_the_last_step_made(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        session, optimizer = begun(world, delayed(precision="bf16"), seed=0)
-        steps(session, optimizer, 0, 2)
+        session, optimizer = build_late_session(world, delayed_plan(precision="bf16"), seed=0)
+        delayed_steps(session, optimizer, 0, 2)
         npuzero.export(session.model, tmp_path / "pending")
         npuzero.export(session.model, tmp_path / "exact", dtype="fp32")
         session.ends()
@@ -381,9 +387,9 @@ def test_exported_is_what_the_last_step_made(tmp_path: Path) -> None:
 
 def test_other_parameters_end_what_is_pending() -> None:
     def rank(world: World) -> tuple[State, State]:
-        session, optimizer = begun(world, delayed(), seed=0)
+        session, optimizer = build_late_session(world, delayed_plan(), seed=0)
         first = session.state()
-        steps(session, optimizer, 0, 2)
+        delayed_steps(session, optimizer, 0, 2)
         with pytest.warns(RuntimeWarning, match="pending update of a delayed plan is dropped"):
             npuzero.load_full_state_dict(session.model, first)
         session.ends()
@@ -398,21 +404,21 @@ def test_parameters_are_written_when_nothing_is_pending(row: str) -> None:
     """Else the update would end with values of before."""
 
     def rank(world: World) -> tuple[State, State]:
-        session, optimizer = begun(world, delayed(row, precision="bf16-split"), seed=0)
+        session, optimizer = build_late_session(world, delayed_plan(row, precision="bf16-split"), seed=0)
 
         def write() -> None:
             with npuzero.gathered(session.model), torch.no_grad():
                 for parameter in session.model.parameters():
                     parameter.mul_(0.5)
 
-        steps(session, optimizer, 0, 2)
+        delayed_steps(session, optimizer, 0, 2)
         session.ends()
         write()
         half = session.state()
         optimizer.step()
         session.ends()
         assert_same_bits(session.state(), half)
-        steps(session, optimizer, 2, 3)
+        delayed_steps(session, optimizer, 2, 3)
         with pytest.raises(StateError, match="apply_pending"):
             write()
             session.loss(3).backward()
@@ -424,7 +430,7 @@ def test_parameters_are_written_when_nothing_is_pending(row: str) -> None:
 
 def test_one_optimizer_has_all_parameters() -> None:
     def rank(world: World) -> None:
-        session = LateSession(build(), world, plan="delayed")
+        session = LateSession(build_seeded_model(), world, plan="delayed")
         parameters = [p for p in session.model.parameters() if p.requires_grad]
         one, two = npuzero.AdamW(parameters[:3]), npuzero.AdamW(parameters[3:])
         session.loss().backward()
@@ -444,8 +450,8 @@ def test_an_update_that_fails_is_told_by_the_next_step(monkeypatch: pytest.Monke
         raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")
 
     def rank(world: World) -> None:
-        session, optimizer = begun(world, delayed("zero2", Memory.NVME), seed=0)
-        steps(session, optimizer, 0, 1)
+        session, optimizer = build_late_session(world, delayed_plan("zero2", Memory.NVME), seed=0)
+        delayed_steps(session, optimizer, 0, 1)
         before = session.state()
         monkeypatch.setattr(FileStore, "write", fail)
         session.loss(1).backward()
@@ -462,9 +468,9 @@ def test_an_update_that_fails_is_told_by_the_next_step(monkeypatch: pytest.Monke
     comm.run_threads(1, rank)
 
 
-def refused(match: str, *plans: Any, early: bool = False, **options: Any) -> None:
+def check_delayed_refused(match: str, *plans: Any, early: bool = False, **options: Any) -> None:
     def rank(world: World) -> None:
-        session = LateSession(build(), world, plan=plans[world.rank], **options)
+        session = LateSession(build_seeded_model(), world, plan=plans[world.rank], **options)
         how: dict[str, Any] = {"early": True} if early else {}
         optimizer = session.optimizer(torch.optim.AdamW if early else torch.optim.SGD, lr=0.1, **how)
         session.loss().backward()
@@ -475,7 +481,7 @@ def refused(match: str, *plans: Any, early: bool = False, **options: Any) -> Non
 
 
 def test_what_cannot_be_delayed_is_refused() -> None:
-    refused("lag", "offload", replace(Plan.preset("offload"), lag=1))
-    refused("torch's optimizers update within", "delayed")
-    refused("a plan without lag, whose updates can begin", "delayed", early=True)
-    refused("unit_plans: blocks.0, lag", "delayed", unit_plans={"blocks.0": "offload"})
+    check_delayed_refused("lag", "offload", replace(Plan.preset("offload"), lag=1))
+    check_delayed_refused("torch's optimizers update within", "delayed")
+    check_delayed_refused("a plan without lag, whose updates can begin", "delayed", early=True)
+    check_delayed_refused("unit_plans: blocks.0, lag", "delayed", unit_plans={"blocks.0": "offload"})

@@ -22,11 +22,11 @@ PAIRS = {"AdamW": (npuzero.AdamW, torch.optim.AdamW), "Adam": (npuzero.Adam, tor
 both = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)
 
 
-def parameters() -> list[nn.Parameter]:
+def matrix_and_vector() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))]
 
 
-def gradients(members: list[nn.Parameter], seed: int) -> None:
+def set_random_gradients(members: list[nn.Parameter], seed: int) -> None:
     """The same values for any layout and dtype, laid out as autograd does."""
     generator = torch.Generator().manual_seed(seed)
     for p in members:
@@ -44,41 +44,41 @@ def test_the_signature_is_torchs(ours: Any, theirs: Any) -> None:
         assert (mine[name].kind, mine[name].default) == (parameter.kind, parameter.default)
     positional = [name for name, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [*mine][: len(positional)] == positional
-    assert ours(parameters()).defaults == theirs(parameters()).defaults
+    assert ours(matrix_and_vector()).defaults == theirs(matrix_and_vector()).defaults
 
 
 REFUSED: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda kind: kind(torch.ones(3)),
-    "a parameter": lambda kind: kind(parameters()[0]),
+    "a parameter": lambda kind: kind(matrix_and_vector()[0]),
     "nothing": lambda kind: kind([]),
     "None": lambda kind: kind(None),
     "a module": lambda kind: kind(nn.Linear(2, 2)),
     "numbers": lambda kind: kind([1, 2]),
     "names": lambda kind: kind(["weight"]),
-    "a group that is not in a list": lambda kind: kind({"params": parameters()}),
+    "a group that is not in a list": lambda kind: kind({"params": matrix_and_vector()}),
     "a group without parameters": lambda kind: kind([{"lr": 1.0}]),
-    "groups and parameters": lambda kind: kind([{"params": parameters()}, parameters()[0]]),
-    "parameters and groups": lambda kind: kind([parameters()[0], {"params": parameters()}]),
-    "a set in a group": lambda kind: kind([{"params": set(parameters())}]),
-    "what is computed": lambda kind: kind([parameters()[0] * 2]),
-    "names for some": lambda kind: kind([("weight", parameters()[0]), parameters()[1]]),
-    "one parameter in two groups": lambda kind: kind([{"params": (p := parameters())}, {"params": p}]),
-    "lr of text": lambda kind: kind(parameters(), lr="1e-3"),
-    "lr of None": lambda kind: kind(parameters(), lr=None),
-    "lr below zero": lambda kind: kind(parameters(), lr=-1.0),
-    "lr of two elements": lambda kind: kind(parameters(), lr=torch.ones(2)),
-    "one beta": lambda kind: kind(parameters(), betas=(0.9,)),
-    "betas of a number": lambda kind: kind(parameters(), betas=0.9),
-    "a beta of 1": lambda kind: kind(parameters(), betas=(0.9, 1.0)),
-    "an integer beta": lambda kind: kind(parameters(), betas=(0, 0.9)),
-    "eps below zero": lambda kind: kind(parameters(), eps=-1.0),
-    "weight decay of None": lambda kind: kind(parameters(), weight_decay=None),
-    "foreach and fused": lambda kind: kind(parameters(), foreach=True, fused=True),
-    "an unknown option": lambda kind: kind(parameters(), learning_rate=1.0),
-    "too many by position": lambda kind: kind(parameters(), 1e-3, (0.9, 0.999), 1e-8, 0.0, False, False),
+    "groups and parameters": lambda kind: kind([{"params": matrix_and_vector()}, matrix_and_vector()[0]]),
+    "parameters and groups": lambda kind: kind([matrix_and_vector()[0], {"params": matrix_and_vector()}]),
+    "a set in a group": lambda kind: kind([{"params": set(matrix_and_vector())}]),
+    "what is computed": lambda kind: kind([matrix_and_vector()[0] * 2]),
+    "names for some": lambda kind: kind([("weight", matrix_and_vector()[0]), matrix_and_vector()[1]]),
+    "one parameter in two groups": lambda kind: kind([{"params": (p := matrix_and_vector())}, {"params": p}]),
+    "lr of text": lambda kind: kind(matrix_and_vector(), lr="1e-3"),
+    "lr of None": lambda kind: kind(matrix_and_vector(), lr=None),
+    "lr below zero": lambda kind: kind(matrix_and_vector(), lr=-1.0),
+    "lr of two elements": lambda kind: kind(matrix_and_vector(), lr=torch.ones(2)),
+    "one beta": lambda kind: kind(matrix_and_vector(), betas=(0.9,)),
+    "betas of a number": lambda kind: kind(matrix_and_vector(), betas=0.9),
+    "a beta of 1": lambda kind: kind(matrix_and_vector(), betas=(0.9, 1.0)),
+    "an integer beta": lambda kind: kind(matrix_and_vector(), betas=(0, 0.9)),
+    "eps below zero": lambda kind: kind(matrix_and_vector(), eps=-1.0),
+    "weight decay of None": lambda kind: kind(matrix_and_vector(), weight_decay=None),
+    "foreach and fused": lambda kind: kind(matrix_and_vector(), foreach=True, fused=True),
+    "an unknown option": lambda kind: kind(matrix_and_vector(), learning_rate=1.0),
+    "too many by position": lambda kind: kind(matrix_and_vector(), 1e-3, (0.9, 0.999), 1e-8, 0.0, False, False),
     "no parameters at all": lambda kind: kind(),
-    "a later group that is a list": lambda kind: kind(parameters()).add_param_group(parameters()),
-    "a later group of parameters it has": lambda kind: kind(p := parameters()).add_param_group({"params": p}),
+    "a later group that is a list": lambda kind: kind(matrix_and_vector()).add_param_group(matrix_and_vector()),
+    "a later group of parameters it has": lambda kind: kind(p := matrix_and_vector()).add_param_group({"params": p}),
 }
 
 
@@ -87,7 +87,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 def test_what_torch_refuses_is_refused_by_the_same_error(
     refused: Callable[[Any], object], ours: Any, theirs: Any
 ) -> None:
-    mine, torchs = (error_of(refused, kind) for kind in (ours, theirs))
+    mine, torchs = (caught_exception(refused, kind) for kind in (ours, theirs))
     assert isinstance(mine, type(torchs))
     if not str(torchs).startswith(theirs.__name__):  # else Python's own, about the signature
         assert isinstance(mine, ConfigError) and str(torchs).strip("'") in str(mine)
@@ -95,7 +95,7 @@ def test_what_torch_refuses_is_refused_by_the_same_error(
         assert isinstance(again, type(torchs)) and isinstance(again, ConfigError) and str(again) == str(mine)
 
 
-def error_of(refused: Callable[[Any], object], kind: Any) -> Exception:
+def caught_exception(refused: Callable[[Any], object], kind: Any) -> Exception:
     try:
         refused(kind)
     except Exception as error:
@@ -108,7 +108,7 @@ def error_of(refused: Callable[[Any], object], kind: Any) -> Exception:
 def test_weight_decay_is_decoupled_where_torch_decouples_it(where: str, ours: Any, theirs: Any) -> None:
     outcomes = []
     for kind in (ours, theirs):
-        members = parameters()
+        members = matrix_and_vector()
         chosen = (
             {"decoupled_weight_decay": True} if "decoupled_weight_decay" in inspect.signature(kind).parameters else {}
         )
@@ -118,12 +118,12 @@ def test_weight_decay_is_decoupled_where_torch_decouples_it(where: str, ours: An
             optimizer = kind([{"params": members[:1], **chosen}, {"params": members[1:]}], lr=0.1, weight_decay=0.5)
         else:
             other = torch.optim.Adam(
-                parameters(), lr=0.1, weight_decay=0.5, **({} if kind in PAIRS["AdamW"] else chosen)
+                matrix_and_vector(), lr=0.1, weight_decay=0.5, **({} if kind in PAIRS["AdamW"] else chosen)
             )
             optimizer = kind(members)
             optimizer.load_state_dict(other.state_dict())
         for step in range(3):
-            gradients(members, step)
+            set_random_gradients(members, step)
             optimizer.step()
         outcomes.append(members)
     for mine, torchs in zip(*outcomes, strict=True):
@@ -134,7 +134,7 @@ def test_weight_decay_is_decoupled_where_torch_decouples_it(where: str, ours: An
 
 
 @pytest.fixture
-def in_torchs_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.optim.Optimizer]]:
+def replace_torch_optimizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.optim.Optimizer]]:
     """``torch.optim.AdamW = npuzero.AdamW``, as a program writes it that wants all of a library's optimizers so."""
     torchs = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", npuzero.AdamW)
@@ -142,7 +142,7 @@ def in_torchs_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.opti
     yield torchs
 
 
-class Warming:
+class WarmingOptimizer:
     """What a library adds to whatever AdamW it finds."""
 
     calls = 0
@@ -156,20 +156,24 @@ class Warming:
 
 
 def test_npuzeros_in_torchs_place(in_torchs_place: type[torch.optim.Optimizer]) -> None:
-    members, others = parameters(), parameters()
-    subclass: Any = type("WarmingAdamW", (Warming, torch.optim.AdamW), {})
+    members, others = matrix_and_vector(), matrix_and_vector()
+    subclass: Any = type("WarmingAdamW", (WarmingOptimizer, torch.optim.AdamW), {})
     optimizer = subclass(members, 1e-2, (0.8, 0.9), foreach=True)
     theirs = in_torchs_place(others, 1e-2, (0.8, 0.9), foreach=True)
     for step in range(3):
         for kind, params in ((optimizer, members), (theirs, others)):
-            gradients(params, step)
+            set_random_gradients(params, step)
             kind.step()
     assert optimizer.calls == 3 and isinstance(optimizer, torch.optim.AdamW)
     for mine, torchs in zip(members, others, strict=True):
         assert relative_difference(mine.detach(), torchs.detach()) < 1e-6
-    for copied in (copy.deepcopy(optimizer), torch.optim.Adam(parameters()), torch.optim.AdamW(parameters())):
+    for copied in (
+        copy.deepcopy(optimizer),
+        torch.optim.Adam(matrix_and_vector()),
+        torch.optim.AdamW(matrix_and_vector()),
+    ):
         copied.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        gradients([p for group in copied.param_groups for p in group["params"]], 0)
+        set_random_gradients([p for group in copied.param_groups for p in group["params"]], 0)
         copied.step()
         assert copied.state_dict()["state"][2]["step"] == 1
     theirs.load_state_dict(optimizer.state_dict())
@@ -182,13 +186,13 @@ def test_transformers_finds_it_in_torchs_place(in_torchs_place: object, tmp_path
     arguments = transformers.TrainingArguments(str(tmp_path), optim="adamw_torch_fused", use_cpu=True, report_to=[])
     kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
     assert kind is npuzero.AdamW
-    kind(parameters(), **options)
+    kind(matrix_and_vector(), **options)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def layouts() -> dict[str, Tensor]:
+def memory_layouts() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     values = {
         name: torch.randn(4, 3, 5, 5, generator=generator) for name in ("contiguous", "channels last", "transposed")
@@ -201,10 +205,10 @@ def layouts() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "how", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=["foreach", "fused", "for"]
 )
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", memory_layouts())
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_states_of_any_layout_go_to_torch_and_back(layout: str, how: dict[str, bool], amsgrad: bool) -> None:
-    start = layouts()[layout]
+    start = memory_layouts()[layout]
     options = {"lr": 1e-2, "amsgrad": amsgrad}
     moved, stayed = (nn.Parameter(start.clone(memory_format=torch.preserve_format)) for _ in range(2))
     reference = torch.optim.AdamW([stayed], **options)
@@ -216,7 +220,7 @@ def test_states_of_any_layout_go_to_torch_and_back(layout: str, how: dict[str, b
             optimizer.load_state_dict(state)
         for step in range(2):
             for p, each in ((moved, optimizer), (stayed, reference)):
-                gradients([p], 2 * leg + step)
+                set_random_gradients([p], 2 * leg + step)
                 each.step()
         found, expected = optimizer.state_dict()["state"][0], reference.state_dict()["state"][0]
         assert found.keys() == expected.keys()
@@ -245,22 +249,22 @@ KEPT: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", memory_layouts())
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_what_is_written_between_steps_lasts(
     write: Callable[[nn.Parameter], object], kept: tuple[torch.dtype, dict[str, Any]], layout: str
 ) -> None:
     dtype, options = kept
-    p, other = nn.Parameter(layouts()[layout].to(dtype)), nn.Parameter(torch.ones(3).to(dtype))
+    p, other = nn.Parameter(memory_layouts()[layout].to(dtype)), nn.Parameter(torch.ones(3).to(dtype))
     optimizer = npuzero.AdamW([p, other], lr=1e-2, **options)
     for step in range(2):
-        gradients([p, other], step)
+        set_random_gradients([p, other], step)
         optimizer.step()
     write(p)
     written = p.detach().clone()
     optimizer.param_groups[0]["lr"] = 0.0  # a step that moves nothing
-    gradients([p, other], 2)
+    set_random_gradients([p, other], 2)
     optimizer.step()
     assert torch.equal(p, written)
     with torch.no_grad():
@@ -304,7 +308,7 @@ def test_masters_keep_their_bits_where_values_stay() -> None:
     """A write of what there is already, and a checkpoint whose optimizer is loaded before its model."""
     p = nn.Parameter(torch.randn(33).bfloat16())
     optimizer = npuzero.AdamW([p], lr=1e-2)
-    gradients([p], 0)
+    set_random_gradients([p], 0)
     optimizer.step()
     saved, value = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
     with torch.no_grad():

@@ -20,10 +20,10 @@ from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.memory.file import FileStore
 from npuzero.observe import Events
-from npuzero.shard.stream import Staged
+from npuzero.shard.stream import StagedChunk
 from world.test_optimizers import optimizer_state
-from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
-from world.toy import ToyGPT, build
+from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed_plan
+from world.toy import ToyGPT, build_seeded_model
 from world.train import CutSession, Session, State, assert_same_bits, run_cut
 
 __all__ = ["folders"]  # a fixture
@@ -32,7 +32,7 @@ SETTINGS = Settings(chunk_bytes=3000)
 
 
 @dataclass(frozen=True)
-class Course:
+class EarlyCourse:
     """How a model is trained.
 
     Attributes:
@@ -48,7 +48,7 @@ class Course:
     lion: bool = False
 
 
-def trained(course: Course, early: bool | int, session: Session) -> State:
+def train_early(course: EarlyCourse, early: bool | int, session: Session) -> State:
     """Options change from step to step, in two groups; at the end also which flats began inside backward."""
     kind: Any = npuzero.Lion if course.lion else npuzero.AdamW
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
@@ -70,26 +70,32 @@ def trained(course: Course, early: bool | int, session: Session) -> State:
 
 
 @cache
-def resident(course: Course, plan: str, precision: str, size: int) -> list[State]:
-    row = placed(plan, PRECISIONS[precision], size, memory=Memory.DEVICE)
-    return run_cut(partial(trained, course, False), size, ToyGPT, plan=row)
+def train_early_resident(course: EarlyCourse, plan: str, precision: str, size: int) -> list[State]:
+    row = placed_plan(plan, PRECISIONS[precision], size, memory=Memory.DEVICE)
+    return run_cut(partial(train_early, course, False), size, ToyGPT, plan=row)
 
 
-def begun_of(
-    course: Course, plan: str, precision: str, size: int, settings: Settings, early: bool | int = True, **where: Any
+def count_begun_flats(
+    course: EarlyCourse,
+    plan: str,
+    precision: str,
+    size: int,
+    settings: Settings,
+    early: bool | int = True,
+    **where: Any,
 ) -> list[int]:
     """How many flats began inside backward, step by step, on rank 0; the bits are the resident run's."""
-    row = placed(plan, PRECISIONS[precision], size, **where)
-    found = run_cut(partial(trained, course, early), size, ToyGPT, plan=row, settings=settings)
+    row = placed_plan(plan, PRECISIONS[precision], size, **where)
+    found = run_cut(partial(train_early, course, early), size, ToyGPT, plan=row, settings=settings)
     counts = [mine.pop("begun").tolist() for mine in found]
-    for mine, expected in zip(found, resident(course, plan, precision, size), strict=True):
+    for mine, expected in zip(found, train_early_resident(course, plan, precision, size), strict=True):
         assert_same_bits(mine, {name: value for name, value in expected.items() if name != "begun"})
     return counts[0]
 
 
-USUAL, LION = Course(), Course(lion=True)
-ADDED, ALONE = Course(passes=(2, 2, 2)), Course(passes=(2, 3, 1), alone=True)
-SHORT, ABSENT = Course(passes=(2, 1, 2, 2)), Course(absent=2)
+USUAL, LION = EarlyCourse(), EarlyCourse(lion=True)
+ADDED, ALONE = EarlyCourse(passes=(2, 2, 2)), EarlyCourse(passes=(2, 3, 1), alone=True)
+SHORT, ABSENT = EarlyCourse(passes=(2, 1, 2, 2)), EarlyCourse(absent=2)
 CASES = {
     "files": (USUAL, "zero1", "fp32", 1, SETTINGS, {"memory": NVME}, [0, 3, 3, 3]),
     "Lion in files": (LION, "zero3", "8 bits", 3, SETTINGS, {"memory": NVME, "gradients": True}, [0, 3, 3, 3]),
@@ -109,9 +115,15 @@ CASES = {
     ("course", "plan", "precision", "size", "settings", "where", "begun"), CASES.values(), ids=CASES
 )
 def test_early_moves_no_bit(
-    course: Course, plan: str, precision: str, size: int, settings: Settings, where: dict[str, Any], begun: list[int]
+    course: EarlyCourse,
+    plan: str,
+    precision: str,
+    size: int,
+    settings: Settings,
+    where: dict[str, Any],
+    begun: list[int],
 ) -> None:
-    assert begun_of(course, plan, precision, size, settings, **where) == begun
+    assert count_begun_flats(course, plan, precision, size, settings, **where) == begun
 
 
 def a_step_begun(session: Session, early: bool | int = True) -> torch.optim.Optimizer:
@@ -130,7 +142,7 @@ BETWEEN: dict[str, Callable[[Session, torch.optim.Optimizer], Any]] = {
     "parameters": lambda session, _: session.state(),
     "a parameter": lambda session, _: session.model.blocks[0].qkv.weight.sum(),
     "states": lambda _, optimizer: optimizer.state_dict(),
-    "loading": lambda session, _: session.load(build().state_dict()),
+    "loading": lambda session, _: session.load(build_seeded_model().state_dict()),
     "gathered": lambda session, _: npuzero.gathered(session.model).__enter__(),
     "report": lambda session, _: npuzero.report(session.model),
 }
@@ -151,7 +163,7 @@ def test_who_comes_before_the_step_is_told(plan: str) -> None:
         optimizer.zero_grad()
         return optimizer_state(optimizer)
 
-    row = placed(plan, PRECISIONS["bf16"], 1)
+    row = placed_plan(plan, PRECISIONS["bf16"], 1)
     ((found,), (expected,)) = (
         run_cut(partial(trained, between), 1, ToyGPT, plan=row, settings=SETTINGS) for between in (True, False)
     )
@@ -162,7 +174,9 @@ def test_a_backward_after_the_last_is_told() -> None:
     """Both forwards came first; the second backward adds nothing."""
 
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=placed("zero3", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero3", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         optimizer = npuzero.AdamW(session.model.parameters(), early=True)
         for step in range(2):
             first, second = session.loss(step), session.loss(step, 1)
@@ -188,7 +202,9 @@ def test_a_change_between_backward_and_step_is_told(change: Callable[..., None])
     """By the step, which changes nothing more; what goes on from there is an error, too."""
 
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=placed("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         optimizer = a_step_begun(session)
         change(session, optimizer)
         for call in (optimizer.step, optimizer.step, lambda: session.loss(2), optimizer.zero_grad):
@@ -200,7 +216,9 @@ def test_a_change_between_backward_and_step_is_told(change: Callable[..., None])
 
 def test_lr_may_be_set_back() -> None:
     def rank(world: World) -> State:
-        session = CutSession(build(), world, plan=placed("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         optimizer = a_step_begun(session)
         changes_lr(session, optimizer)
         with pytest.raises(StateError, match="set them back"):
@@ -217,12 +235,12 @@ REFUSED: dict[str, Callable[[Session, torch.optim.Optimizer], Any]] = {
     "clip_grad_norm_": lambda session, _: session.clip(1.0),
     "clip_grad_value_": lambda session, _: npuzero.clip_grad_value_(session.model, 1.0),
     "skip_nonfinite_": lambda session, _: npuzero.skip_nonfinite_(session.model),
-    "LossScaler.unscale_": lambda session, optimizer: scaled(session).unscale_(optimizer),
+    "LossScaler.unscale_": lambda session, optimizer: used_scaler(session).unscale_(optimizer),
     "FiniteGuard": lambda session, _: npuzero.FiniteGuard(session.model),
 }
 
 
-def scaled(session: Session) -> Any:
+def used_scaler(session: Session) -> Any:
     scaler = session.scaler()
     scaler.scale(torch.zeros(()))
     return scaler
@@ -233,8 +251,8 @@ def test_what_changes_gradients_is_refused(memory: Memory) -> None:
     """From the first step on, under every plan; not once the optimizer has gone."""
 
     def rank(world: World) -> None:
-        row = placed("zero1", PRECISIONS["bf16"], 1, memory=memory)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        row = placed_plan("zero1", PRECISIONS["bf16"], 1, memory=memory)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
         optimizer = npuzero.AdamW(session.model.parameters(), early=True)
         session.loss().backward()
         for name, call in REFUSED.items():
@@ -267,7 +285,9 @@ def test_the_number_of_passes_may_be_said() -> None:
     """Then no step need be taken as a measure: after a short one, and a longer one is an error from the start."""
 
     def rank(world: World) -> list[int]:
-        session = CutSession(build(), world, plan=placed("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         optimizer = npuzero.AdamW(session.model.parameters(), early=2)
         begun = []
         for step, passes in enumerate((1, 1, 2)):
@@ -281,7 +301,7 @@ def test_the_number_of_passes_may_be_said() -> None:
     assert comm.run_threads(1, rank) == [[0, 0, 3]]
 
 
-class Late(ToyGPT):
+class LateBiasGPT(ToyGPT):
     """Its first block's input is multiplied by a parameter of the last block, for which no gradient is taken."""
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,7 +312,12 @@ def test_a_parameter_that_backward_still_needs_is_not_changed_unseen() -> None:
     """torch says so, as it does of any tensor that was written since the forward."""
 
     def rank(world: World) -> None:
-        session = CutSession(build(make=Late), world, plan=placed("zero1", PRECISIONS["fp32"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(make=LateBiasGPT),
+            world,
+            plan=placed_plan("zero1", PRECISIONS["fp32"], 1),
+            settings=SETTINGS,
+        )
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             a_step_begun(session)
 
@@ -301,7 +326,9 @@ def test_a_parameter_that_backward_still_needs_is_not_changed_unseen() -> None:
 
 def test_another_optimizers_step_is_told() -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=placed("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero1", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         optimizer = a_step_begun(session)
         with pytest.raises(StateError, match="another's"):
             npuzero.AdamW(session.model.parameters()).step()
@@ -315,8 +342,8 @@ def test_a_disk_that_fails_inside_backward_ends_training(monkeypatch: pytest.Mon
         raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")
 
     def rank(world: World) -> None:
-        row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        row = placed_plan("zero3", PRECISIONS["bf16"], 1, memory=NVME)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
         optimizer = npuzero.AdamW(session.model.parameters(), early=True)
         session.loss().backward()
         optimizer.step()
@@ -325,15 +352,15 @@ def test_a_disk_that_fails_inside_backward_ends_training(monkeypatch: pytest.Mon
         monkeypatch.setattr(FileStore, "write", fail)
         session.loss(1).backward()
         deadline = time.monotonic() + 30
-        while not isinstance(failure(optimizer.zero_grad), StorageError) and time.monotonic() < deadline:
+        while not isinstance(caught_npuzero_error(optimizer.zero_grad), StorageError) and time.monotonic() < deadline:
             time.sleep(0.01)
         for call in (optimizer.step, lambda: session.loss(2), session.state, optimizer.step):
-            assert isinstance(failure(call), StorageError)
+            assert isinstance(caught_npuzero_error(call), StorageError)
 
     comm.run_threads(1, rank)
 
 
-def failure(call: Callable[[], Any]) -> NpuZeroError | None:
+def caught_npuzero_error(call: Callable[[], Any]) -> NpuZeroError | None:
     try:
         call()
     except NpuZeroError as error:
@@ -345,9 +372,9 @@ def test_what_a_step_holds_and_moves_is_the_same() -> None:
     """Of gradients on either side, over ranks, and in several passes."""
 
     def report(early: bool, world: World) -> npuzero.Report:
-        row = placed("zero3", PRECISIONS["8 bits"], 2, memory=NVME, gradients=True, share=0.7)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
-        trained(Course(passes=(2, 2, 2)), early, session)
+        row = placed_plan("zero3", PRECISIONS["8 bits"], 2, memory=NVME, gradients=True, share=0.7)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
+        train_early(EarlyCourse(passes=(2, 2, 2)), early, session)
         return npuzero.report(session.model)
 
     for found, expected in zip(*(comm.run_threads(2, partial(report, early)) for early in (True, False)), strict=True):
@@ -360,18 +387,18 @@ def test_what_a_step_holds_and_moves_is_the_same() -> None:
 def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what has come while the lane was busy: all but the chunk that it was at, and the next one."""
     begun, over = threading.Event(), threading.Event()
-    master = Staged.master.fget
+    master = StagedChunk.master.fget
     assert master is not None
 
-    def held(staged: Staged) -> torch.Tensor:
+    def held(staged: StagedChunk) -> torch.Tensor:
         if threading.current_thread().name == "npuzero-update":
             begun.set()
             assert over.wait(30)
         return master(staged)
 
     def rank(world: World) -> None:
-        row = placed("zero3", PRECISIONS["bf16"], 1, memory=memory)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        row = placed_plan("zero3", PRECISIONS["bf16"], 1, memory=memory)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
         optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2, early=True)
         for step in range(2):
             if step:  # the lane is at a chunk of later blocks before the first is ready
@@ -384,7 +411,7 @@ def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monk
             optimizer.zero_grad()
             session.state()
 
-    monkeypatch.setattr(Staged, "master", property(held))
+    monkeypatch.setattr(StagedChunk, "master", property(held))
     with observe.recording(Events()) as sink:
         comm.run_threads(1, rank)
     found = [int(event.name) for event in sink.events if event.category == "update chunk"]
@@ -395,7 +422,7 @@ def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monk
 
 
 #: Where the ranks meet at the boundary only, a step begins early that has as many passes as the one before.
-ALONE_AGAIN = Course(passes=(2, 2, 3, 1), alone=True)
+ALONE_AGAIN = EarlyCourse(passes=(2, 2, 3, 1), alone=True)
 COURSES = {"usual": USUAL, "added": ADDED, "alone": ALONE_AGAIN, "short": SHORT, "absent": ABSENT, "Lion": LION}
 
 
@@ -407,5 +434,5 @@ def test_every_course(course: str, plan: str, size: int) -> None:
     gradients = plan in ("zero0", "zero2", "zero3", "zero3-keep")
     for precision, memory, share in (("fp32", HOST, 1.0), ("8 bits", NVME, 0.6), ("drawn", NVME, 1.0)):
         where = {"memory": memory, "share": share, "gradients": gradients}
-        begun = begun_of(COURSES[course], plan, precision, size, SETTINGS, **where)
+        begun = count_begun_flats(COURSES[course], plan, precision, size, SETTINGS, **where)
         assert any(begun), "something began inside backward"

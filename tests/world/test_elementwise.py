@@ -17,7 +17,7 @@ import npuzero
 STEPS = 3
 
 
-class Simple(torch.optim.Optimizer):
+class SimpleOptimizer(torch.optim.Optimizer):
     """What users write: ``change`` of a parameter and its gradient, subtracted."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
@@ -34,14 +34,14 @@ class Simple(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class MyOptimizer(Simple):
+class MyOptimizer(SimpleOptimizer):
     """LARS (You et al., 2017): each layer has a rate of its own, by the norms of its weights and gradients."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad * p.norm() / grad.norm()
 
 
-class LambWhereDecayed(Simple):
+class LambWhereDecayed(SimpleOptimizer):
     """As some have it: a trust ratio only where there is weight decay."""
 
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
@@ -52,26 +52,26 @@ class LambWhereDecayed(Simple):
         return update * p.norm() / update.norm() if group["weight_decay"] else update
 
 
-class Centralized(Simple):
+class CentralizedOptimizer(SimpleOptimizer):
     """Gradients of matrices lose their mean over each row (Yong et al., 2020)."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad - grad.mean(1, keepdim=True) if grad.dim() > 1 else grad
 
 
-class DecaysMatrices(Simple):
+class DecaysMatrices(SimpleOptimizer):
     """No weight decay of biases: where a matrix has become ranges of elements, none of it is one."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + 0.1 * p if p.dim() > 1 else grad
 
 
-class Langevin(Simple):
+class LangevinOptimizer(SimpleOptimizer):
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + torch.randn_like(p)
 
 
-class Clipping(torch.optim.SGD):
+class ClippingSGD(torch.optim.SGD):
     """Clips by the norm of all gradients it sees, which on a rank are some of them."""
 
     def step(self, closure: Any = None) -> Any:
@@ -79,34 +79,34 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
-class Signed(Simple):
+class SignedOptimizer(SimpleOptimizer):
     """Element-wise."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad.sign()
 
 
-def parameters() -> list[nn.Parameter]:
+def elementwise_parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
 
 
 @pytest.mark.parametrize(
     "kind",
-    [MyOptimizer, Centralized, DecaysMatrices, Langevin, Clipping, torch.optim.Adafactor],
+    [MyOptimizer, CentralizedOptimizer, DecaysMatrices, LangevinOptimizer, ClippingSGD, torch.optim.Adafactor],
     ids=lambda kind: kind.__name__,
 )
 def test_what_looks_beyond_an_element_is_refused_under_any_name(kind: type[torch.optim.Optimizer]) -> None:
     with pytest.raises(npuzero.ConfigError, match=f"{kind.__name__}.*element-wise.*part of its tensor"):
-        npuzero.ZeroOptimizer(kind, parameters(), lr=0.1)
+        npuzero.ZeroOptimizer(kind, elementwise_parameters(), lr=0.1)
 
 
 def test_a_learning_rate_of_zero_hides_nothing() -> None:
     with pytest.raises(npuzero.ConfigError, match="element-wise"):
-        npuzero.ZeroOptimizer(MyOptimizer, parameters(), lr=0.0)
+        npuzero.ZeroOptimizer(MyOptimizer, elementwise_parameters(), lr=0.0)
 
 
 def test_an_option_of_one_group_is_seen() -> None:
-    plain, decayed = parameters()
+    plain, decayed = elementwise_parameters()
     npuzero.ZeroOptimizer(LambWhereDecayed, [plain])
     with pytest.raises(npuzero.ConfigError, match=r"LambWhereDecayed.*element-wise"):
         npuzero.ZeroOptimizer(LambWhereDecayed, [{"params": [plain]}, {"params": [decayed], "weight_decay": 0.1}])
@@ -117,12 +117,12 @@ def test_an_option_of_one_group_is_seen() -> None:
 
 def test_what_needs_more_than_gradients_is_refused_with_the_reason() -> None:
     with pytest.raises(npuzero.ConfigError, match=r"LBFGS.*closure"):
-        npuzero.ZeroOptimizer(torch.optim.LBFGS, parameters())
+        npuzero.ZeroOptimizer(torch.optim.LBFGS, elementwise_parameters())
     with pytest.raises(npuzero.ConfigError, match=r"SparseAdam.*dense gradients"):
-        npuzero.ZeroOptimizer(torch.optim.SparseAdam, parameters())
+        npuzero.ZeroOptimizer(torch.optim.SparseAdam, elementwise_parameters())
     if hasattr(torch.optim, "Muon"):
         with pytest.raises(npuzero.ConfigError, match=r"Muon.*2D"):
-            npuzero.ZeroOptimizer(torch.optim.Muon, parameters()[:1])
+            npuzero.ZeroOptimizer(torch.optim.Muon, elementwise_parameters()[:1])
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_what_needs_more_than_gradients_is_refused_with_the_reason() -> None:
         ("AdamW", {"maximize": True, "lr": torch.tensor(0.1)}),
         ("RMSprop", {"centered": True, "momentum": 0.5}),
         ("Adam", {"capturable": True}),
-        (Signed, {}),
+        (SignedOptimizer, {}),
     ],
     ids=str,
 )
 def test_element_wise_optimizers_are_taken(kind: Any, options: dict[str, Any]) -> None:
     """And plain parameters move as under the class itself."""
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
-    mine, its = parameters(), parameters()
+    mine, its = elementwise_parameters(), elementwise_parameters()
     wrapped = npuzero.ZeroOptimizer(kind, mine, **options)
     if options.get("capturable"):
         return  # is for accelerators
@@ -164,13 +164,13 @@ def test_trying_disturbs_nobody() -> None:
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer))
     try:
         before = torch.get_rng_state()
-        for kind in (Langevin, Clipping, torch.optim.Rprop):
+        for kind in (LangevinOptimizer, ClippingSGD, torch.optim.Rprop):
             try:
-                npuzero.ZeroOptimizer(kind, parameters(), lr=0.3)
+                npuzero.ZeroOptimizer(kind, elementwise_parameters(), lr=0.3)
             except npuzero.ConfigError:
                 assert kind is not torch.optim.Rprop
         assert torch.get_rng_state().equal(before)
-        assert not [optimizer for optimizer in steps if type(optimizer) in (Langevin, torch.optim.Rprop)]
+        assert not [optimizer for optimizer in steps if type(optimizer) in (LangevinOptimizer, torch.optim.Rprop)]
     finally:
         hook.remove()
 

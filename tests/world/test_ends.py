@@ -19,13 +19,13 @@ from npuzero import ConfigError, comm
 from npuzero.comm import Mesh, World
 from npuzero.plan import DATA, MeshShape, Relation
 from npuzero.shard.relations import relate_parameter
-from world.toy import EPS, build
-from world.train import assert_close, assert_same_bits
+from world.toy import EPS, build_seeded_model
+from world.train import assert_same_bits, assert_states_close
 
 VOCABULARY, DIM, BLOCKS, MICRO_BATCHES, STEPS = 23, 16, 3, 2, 10
 
 
-class Block(nn.Module):
+class EndsBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
@@ -36,14 +36,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Whole(nn.Module):
+class WholeModel(nn.Module):
     """Tied embedding and head around blocks; a scale of its own at either end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(DIM))
         self.embed = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleDict({str(i): Block() for i in range(BLOCKS)})
+        self.blocks = nn.ModuleDict({str(i): EndsBlock() for i in range(BLOCKS)})
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -55,9 +55,9 @@ class Whole(nn.Module):
         return self.head(self.norm(x)) if hasattr(self, "head") and head else x
 
 
-def stage_of(mesh: Mesh, seed: int = 0) -> nn.Module:
+def build_ends_stage(mesh: Mesh, seed: int = 0) -> nn.Module:
     """This rank's stage: names and values are the whole model's."""
-    model, stage, last = build(seed, Whole), mesh.index(("pipe",)), mesh.size(("pipe",)) - 1
+    model, stage, last = build_seeded_model(seed, WholeModel), mesh.index(("pipe",)), mesh.size(("pipe",)) - 1
     for i in range(BLOCKS):
         if i * (last + 1) // BLOCKS != stage:
             del model.blocks[str(i)]
@@ -72,7 +72,7 @@ def stage_of(mesh: Mesh, seed: int = 0) -> nn.Module:
     return model
 
 
-class Lines:
+class StageQueues:
     """What goes from stage to stage, of ranks that are threads."""
 
     def __init__(self) -> None:
@@ -85,21 +85,21 @@ class Lines:
         return self._queues[begin, end].get(timeout=300)
 
 
-def batch(step: int, micro_batch: int, rank: int) -> Tensor:
+def ends_batch(step: int, micro_batch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
     return torch.randint(VOCABULARY, (3, 7), generator=generator)
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+def ends_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     if logits.shape[-1] == DIM:
         return logits.square().mean() / MICRO_BATCHES
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / MICRO_BATCHES
 
 
-def passes(
+def run_ends_passes(
     model: nn.Module,
     mesh: Mesh,
-    lines: Lines,
+    lines: StageQueues,
     step: int,
     head: bool = True,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
@@ -108,11 +108,11 @@ def passes(
     (stage, last), data = (mesh.index(("pipe",)), mesh.size(("pipe",)) - 1), mesh.size(DATA)
     rank, total, kept = mesh.world.rank, 0.0, []
     for micro_batch in range(MICRO_BATCHES):
-        tokens = batch(step, micro_batch, mesh.index(DATA))
+        tokens = ends_batch(step, micro_batch, mesh.index(DATA))
         x = lines.receive(rank - data, rank).requires_grad_() if stage else tokens
         y = model(x, head)
         if stage == last:
-            y = loss_of(y, tokens)
+            y = ends_loss(y, tokens)
             total += y.item()
             y = scale(y)
         else:
@@ -130,42 +130,42 @@ SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 ADAM = (torch.optim.AdamW, {"lr": 1e-2, "eps": EPS})
 
 
-def optimizer_of(kind: Any, options: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+def build_ends_optimizer(kind: Any, options: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
     if kind is torch.optim.AdamW:
         return npuzero.AdamW(parameters, **options)
     return npuzero.ZeroOptimizer(kind, parameters, **options)
 
 
 @cache
-def plain(data: int, adam: bool, clip: float, frozen: str = "none", heads: int = 1) -> dict[str, Tensor]:
-    model, (kind, options) = build(make=Whole), ADAM if adam else SGD
-    freeze(model, frozen)
+def train_ends_plain(data: int, adam: bool, clip: float, frozen: str = "none", heads: int = 1) -> dict[str, Tensor]:
+    model, (kind, options) = build_seeded_model(make=WholeModel), ADAM if adam else SGD
+    freeze_all_but(model, frozen)
     optimizer, norms = kind(model.parameters(), **options), []
     for step in range(STEPS):
         for rank in range(data):
             for micro_batch in range(MICRO_BATCHES):
-                tokens = batch(step, micro_batch, rank)
-                (loss_of(model(tokens, step % heads == 0), tokens) / data).backward()
+                tokens = ends_batch(step, micro_batch, rank)
+                (ends_loss(model(tokens, step % heads == 0), tokens) / data).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
         optimizer.zero_grad()
     return {"norms": torch.stack(norms), **{name: p.detach() for name, p in model.named_parameters()}}
 
 
-def freeze(model: nn.Module, words: str) -> None:
+def freeze_all_but(model: nn.Module, words: str) -> None:
     """Freeze all but what has one of ``words`` in its name."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(words == "none" or any(word in name for word in words.split()))
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def gathered_values(model: nn.Module) -> dict[str, Tensor]:
     with npuzero.gathered(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def on_rank(  # noqa: PLR0917 - what a run differs in
+def train_ends_rank(  # noqa: PLR0917 - what a run differs in
     world: World,
-    lines: Lines,
+    lines: StageQueues,
     pipe: int,
     plan: Any,
     adam: bool = False,
@@ -175,17 +175,19 @@ def on_rank(  # noqa: PLR0917 - what a run differs in
     **options: Any,
 ) -> dict[str, Tensor]:
     mesh = npuzero.mesh(pipe=pipe, local_size=1, world=world)
-    stage = stage_of(mesh, mesh.index(("pipe",)) // (pipe - 1))  # the last one begins with other values of what is tied
-    whole = dict(build(make=Whole).named_parameters())
-    freeze(stage, frozen)
+    stage = build_ends_stage(
+        mesh, mesh.index(("pipe",)) // (pipe - 1)
+    )  # the last one begins with other values of what is tied
+    whole = dict(build_seeded_model(make=WholeModel).named_parameters())
+    freeze_all_but(stage, frozen)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name != "embed.weight":
                 parameter.copy_(whole[name])
     model = npuzero.zero(stage, plan=plan, mesh=mesh, **options)
-    optimizer, norms = optimizer_of(*(ADAM if adam else SGD), model.parameters()), []
+    optimizer, norms = build_ends_optimizer(*(ADAM if adam else SGD), model.parameters()), []
     for step in range(STEPS):
-        passes(model, mesh, lines, step, step % heads == 0)
+        run_ends_passes(model, mesh, lines, step, step % heads == 0)
         norms.append(npuzero.clip_grad_norm_(model, clip).clone())
         optimizer.step()
         optimizer.zero_grad()
@@ -195,10 +197,10 @@ def on_rank(  # noqa: PLR0917 - what a run differs in
     assert report.bytes_sent["control"] == predicted.bytes_sent["control"]
     if frozen == "none":
         assert (report.bytes_sent, report.sent_along) == (predicted.bytes_sent, predicted.sent_along)
-    return {"norms": torch.stack(norms), **values(model)}
+    return {"norms": torch.stack(norms), **gathered_values(model)}
 
 
-def gathered_from(states: list[dict[str, Tensor]], pipe: int) -> dict[str, Tensor]:
+def join_stage_states(states: list[dict[str, Tensor]], pipe: int) -> dict[str, Tensor]:
     """The whole model, of the stages' parts; ranks of a stage have the same bits, and so have both ends."""
     data = len(states) // pipe
     for stage in range(pipe):
@@ -213,7 +215,7 @@ def gathered_from(states: list[dict[str, Tensor]], pipe: int) -> dict[str, Tenso
     return whole
 
 
-def check(
+def check_ends(
     pipe: int,
     data: int,
     plan: str,
@@ -223,11 +225,13 @@ def check(
     heads: int = 1,
     **options: Any,
 ) -> None:
-    lines = Lines()
+    lines = StageQueues()
     states = comm.run_threads(
-        pipe * data, lambda world: on_rank(world, lines, pipe, plan, adam, clip, frozen, heads, **options)
+        pipe * data, lambda world: train_ends_rank(world, lines, pipe, plan, adam, clip, frozen, heads, **options)
     )
-    assert_close(gathered_from(states, pipe), plain(data, adam, clip, frozen, heads), 1e-4 if adam else 1e-6)
+    assert_states_close(
+        join_stage_states(states, pipe), train_ends_plain(data, adam, clip, frozen, heads), 1e-4 if adam else 1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,24 +247,24 @@ def check(
     ],
 )
 def test_a_parameter_of_both_ends_is_one(pipe: int, data: int, plan: str, adam: bool, clip: float) -> None:
-    check(pipe, data, plan, adam, clip)
+    check_ends(pipe, data, plan, adam, clip)
 
 
 def test_an_end_that_does_not_use_it_takes_the_others_gradient() -> None:
-    check(2, 1, "zero2", heads=2)
+    check_ends(2, 1, "zero2", heads=2)
 
 
 def test_neither_end_waits_for_the_other_within_a_pass() -> None:
     """Where nothing overlaps, a sum is awaited where it begins: within backward the other end would never come."""
     settings = npuzero.Settings(overlap=False)
-    check(2, 1, "zero0", settings=settings)
+    check_ends(2, 1, "zero0", settings=settings)
 
 
 def test_both_ends_round_alike() -> None:
     """By random bits, which depend on a parameter's name, not on its place among those of a stage."""
     precision = npuzero.Precision(torch.bfloat16, masters="none")
-    plan, lines = npuzero.Plan.preset("zero2", precision=precision), Lines()
-    gathered_from(comm.run_threads(2, lambda world: on_rank(world, lines, 2, plan, adam=True)), 2)
+    plan, lines = npuzero.Plan.preset("zero2", precision=precision), StageQueues()
+    join_stage_states(comm.run_threads(2, lambda world: train_ends_rank(world, lines, 2, plan, adam=True)), 2)
 
 
 @pytest.mark.parametrize(
@@ -269,36 +273,40 @@ def test_both_ends_round_alike() -> None:
 )
 def test_stages_may_be_frozen(pipe: int, data: int, plan: str, adam: bool, trains: str) -> None:
     """A rank without gradients takes part in norms, and in the agreement on a step."""
-    check(pipe, data, plan, adam, frozen=trains)
+    check_ends(pipe, data, plan, adam, frozen=trains)
 
 
-def ranks_of(size: int, pipe: int, body: Callable[[nn.Module, Mesh, Lines], Any], trains: str = "none") -> list[Any]:
+def run_ends_ranks(
+    size: int, pipe: int, body: Callable[[nn.Module, Mesh, StageQueues], Any], trains: str = "none"
+) -> list[Any]:
     """What ``body`` returns on each rank, of its stage under zero3."""
-    lines = Lines()
+    lines = StageQueues()
 
     def rank(world: World) -> Any:
         mesh = npuzero.mesh(pipe=pipe, local_size=1, world=world)
-        stage = stage_of(mesh)
-        freeze(stage, trains)
+        stage = build_ends_stage(mesh)
+        freeze_all_but(stage, trains)
         return body(npuzero.zero(stage, stage=3, mesh=mesh), mesh, lines)
 
     return comm.run_threads(size, rank, timeout_s=20)
 
 
 def plain_gradients(data: int, trains: str) -> nn.Module:
-    model = build(make=Whole)
-    freeze(model, trains)
+    model = build_seeded_model(make=WholeModel)
+    freeze_all_but(model, trains)
     for rank in range(data):
         for micro_batch in range(MICRO_BATCHES):
-            tokens = batch(0, micro_batch, rank)
-            (loss_of(model(tokens), tokens) / data).backward()
+            tokens = ends_batch(0, micro_batch, rank)
+            (ends_loss(model(tokens), tokens) / data).backward()
     return model
 
 
 @pytest.mark.parametrize("trains", ["none", "blocks.0"])
 def test_norms_are_the_whole_models_on_every_rank(trains: str) -> None:
-    def rank(model: nn.Module, mesh: Mesh, lines: Lines) -> tuple[list[float], dict[str, float], dict[str, float]]:
-        passes(model, mesh, lines, 0)
+    def rank(
+        model: nn.Module, mesh: Mesh, lines: StageQueues
+    ) -> tuple[list[float], dict[str, float], dict[str, float]]:
+        run_ends_passes(model, mesh, lines, 0)
         found = [npuzero.clip_grad_norm_(model, 1e30, p).item() for p in (1.0, 2.0, 3.5, float("inf"))]
         norms = npuzero.grad_norms(model)
         npuzero.clip_grad_value_(model, 1e-3)
@@ -311,7 +319,7 @@ def test_norms_are_the_whole_models_on_every_rank(trains: str) -> None:
     nn.utils.clip_grad_value_(whole.parameters(), 1e-3)
     expected.append(nn.utils.clip_grad_norm_(whole.parameters(), 1e30).item())
     after = {name: p.grad.norm(1.0).item() for name, p in named.items()}
-    ranks = ranks_of(4, 2, rank, trains)
+    ranks = run_ends_ranks(4, 2, rank, trains)
     for found in ranks:
         assert found == ranks[0]
     assert ranks[0][0] == pytest.approx(expected, rel=1e-5)
@@ -322,16 +330,16 @@ def test_norms_are_the_whole_models_on_every_rank(trains: str) -> None:
 def test_an_overflow_in_one_stage_skips_the_step_of_all(trains: str) -> None:
     """A scaler on each rank; the last stage scales its loss, all find the same."""
 
-    def rank(model: nn.Module, mesh: Mesh, lines: Lines) -> list[Any]:
+    def rank(model: nn.Module, mesh: Mesh, lines: StageQueues) -> list[Any]:
         optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
         scaler = npuzero.LossScaler(init_scale=8.0)
-        found = [values(model)]
+        found = [gathered_values(model)]
         named = dict(model.named_parameters())
         spoilt = named.get("blocks.0.up.weight" if trains != "blocks.2" else "blocks.2.up.weight")
         for step in range(2):
             if spoilt is not None and step == 0:
                 handle = spoilt.register_hook(lambda gradient: gradient * float("inf"))
-            passes(model, mesh, lines, step, scale=scaler.scale)
+            run_ends_passes(model, mesh, lines, step, scale=scaler.scale)
             if step:
                 scaler.unscale_(optimizer)
                 found.append(npuzero.clip_grad_norm_(model, 1.0).item())
@@ -340,10 +348,10 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all(trains: str) -> None:
             optimizer.zero_grad()
             if spoilt is not None and step == 0:
                 handle.remove()
-            found += [values(model), scaler.get_scale()]
+            found += [gathered_values(model), scaler.get_scale()]
         return found
 
-    ranks = ranks_of(2, 2, rank, trains)
+    ranks = run_ends_ranks(2, 2, rank, trains)
     for before, after, scale, norm, _, again in ranks:
         assert_same_bits(after, before)
         assert scale == again == 4.0 and norm == ranks[0][3] > 0
@@ -355,44 +363,44 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all(trains: str) -> None:
 def test_a_guard_names_a_parameter_of_any_stage(name: str) -> None:
     """The same error on all ranks, and no step anywhere."""
 
-    def rank(model: nn.Module, mesh: Mesh, lines: Lines) -> tuple[str, bool]:
+    def rank(model: nn.Module, mesh: Mesh, lines: StageQueues) -> tuple[str, bool]:
         optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
-        before = values(model)
+        before = gathered_values(model)
         with npuzero.FiniteGuard(model) as guard:
             if name in (named := dict(model.named_parameters())):
                 named[name].register_hook(lambda gradient: gradient * float("inf"))
-            passes(model, mesh, lines, 0)
+            run_ends_passes(model, mesh, lines, 0)
             guard.check()
             optimizer.step()
             with pytest.raises(npuzero.NonFiniteError) as caught:
                 guard.look()
-        assert_same_bits(values(model), before)
+        assert_same_bits(gathered_values(model), before)
         return str(caught.value), caught.value.facts["parameter"] == name
 
-    found = ranks_of(4, 2, rank)
+    found = run_ends_ranks(4, 2, rank)
     assert len(set(found)) == 1 and found[0][1]
 
 
 def test_what_one_stage_alone_calls_is_told_on_every_rank() -> None:
-    def rank(model: nn.Module, mesh: Mesh, lines: Lines) -> list[str]:
+    def rank(model: nn.Module, mesh: Mesh, lines: StageQueues) -> list[str]:
         optimizer, stage = npuzero.AdamW(model.parameters()), mesh.index(("pipe",))
         said = []
         for call in (
             lambda: stage and npuzero.clip_grad_norm_(model, 1.0),
             lambda: npuzero.clip_grad_norm_(model, 1.0 + stage),
         ):
-            passes(model, mesh, lines, 0)
+            run_ends_passes(model, mesh, lines, 0)
             with pytest.raises(ConfigError) as caught:
                 call()
                 optimizer.step()
             said.append(str(caught.value))
             optimizer.zero_grad()
-        passes(model, mesh, lines, 1)
+        run_ends_passes(model, mesh, lines, 1)
         npuzero.clip_grad_norm_(model, 1.0)
         optimizer.step()  # and on
         return said
 
-    for left_out, differs in ranks_of(3, 3, rank):
+    for left_out, differs in run_ends_ranks(3, 3, rank):
         assert "clip_grad_norm_ on every rank" in left_out and "rank 1, 2 is in clip_grad_norm_" in left_out
         assert "rank 0 went on to optimizer.step at test_ends.py" in left_out
         assert "clip_grad_norm_: max_norm" in differs and "2.0 on rank 1" in differs
@@ -410,7 +418,7 @@ def test_what_one_stage_alone_calls_is_told_on_every_rank() -> None:
 def test_stages_that_do_not_fit_are_told_on_every_rank(mistake: str, message: str) -> None:
     def rank(world: World) -> str:
         mesh = npuzero.mesh(pipe=3, world=world)
-        model = stage_of(mesh)
+        model = build_ends_stage(mesh)
         if mistake == "one end alone" and world.rank == 2:
             del model.embed.weight.__dict__["_npuzero_relations"]
         elif world.rank == 1:
@@ -459,4 +467,4 @@ def test_ends_are_a_view_of_pipe() -> None:
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "hsdp", "zero1.5"])
 @pytest.mark.parametrize(("pipe", "data"), [(2, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_parameter_of_both_ends_is_one_under_every_preset(pipe: int, data: int, plan: str, adam: bool) -> None:
-    check(pipe, data, plan, adam, 0.5)
+    check_ends(pipe, data, plan, adam, 0.5)

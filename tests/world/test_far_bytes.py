@@ -15,9 +15,9 @@ from npuzero import Memory, Plan, Settings, _native
 from npuzero.comm import World
 from npuzero.memory.file import BLOCK, FileStore
 from npuzero.plan import FROM_DISK, TO_DISK
-from world.comm_ranks import run_ranks, values
-from world.test_far_traffic import placed
-from world.toy import build
+from world.comm_ranks import rank_results, run_comm_ranks
+from world.test_far_traffic import offloaded_plan
+from world.toy import build_seeded_model
 from world.train import CutSession
 
 #: The first steps make the moments, read the code of each kernel, and write for the first time where the file has room
@@ -25,26 +25,26 @@ from world.train import CutSession
 WARM, STEPS = 3, 10
 
 
-def counts() -> tuple[int, int]:
+def read_disk_counters() -> tuple[int, int]:
     """Bytes that this process, all its threads, had its disks read and write; O_DIRECT's at once, others' some day."""
     lines = Path("/proc/self/io").read_text().splitlines()
     found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
     return found["read_bytes"], found["write_bytes"]
 
 
-def counted(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[int, int]], Any]:
+def measure_disk_bytes(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[int, int]], Any]:
     """What the system has counted in each step of this rank, and the last one's report."""
-    session = CutSession(build(), world, plan=plan, settings=settings)
+    session = CutSession(build_seeded_model(), world, plan=plan, settings=settings)
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     found = []
     for step in range(STEPS):
-        before = counts()
+        before = read_disk_counters()
         session.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
         report = npuzero.report(session.model)  # at the end of the update
         time.sleep(0.05)  # for what is read for the next one
-        found.append(tuple(after - first for after, first in zip(counts(), before, strict=True)))
+        found.append(tuple(after - first for after, first in zip(read_disk_counters(), before, strict=True)))
     session.state()
     return found, report.bytes_moved
 
@@ -66,12 +66,12 @@ def test_the_system_counts_what_was_foretold(
 ) -> None:
     if _native.io.is_memory(str(tmp_path)) or not FileStore([tmp_path], BLOCK).direct:
         pytest.skip("no O_DIRECT here")
-    plan, chosen = placed(name, precision, share), Settings(nvme_paths=(str(tmp_path),), **settings)
+    plan, chosen = offloaded_plan(name, precision, share), Settings(nvme_paths=(str(tmp_path),), **settings)
     assert plan.states.memory is Memory.NVME
-    foretold = npuzero.predict(build(), plan, 2, settings=chosen).bytes_moved
+    foretold = npuzero.predict(build_seeded_model(), plan, 2, settings=chosen).bytes_moved
     expected = foretold[FROM_DISK], foretold[TO_DISK]
     assert all(expected)
-    for found, reported in values(run_ranks(2, counted, plan, chosen, folder=tmp_path)):
+    for found, reported in rank_results(run_comm_ranks(2, measure_disk_bytes, plan, chosen, folder=tmp_path)):
         assert (reported[FROM_DISK], reported[TO_DISK]) == expected
         steady = found[WARM:]
         assert tuple(map(min, zip(*steady, strict=True))) == expected, steady

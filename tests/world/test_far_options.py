@@ -13,7 +13,7 @@ from npuzero import Memory, Plan, Settings
 from world.train import Session, assert_same_bits, run_cut
 
 
-def scheduled(fused: bool, session: Session) -> None:
+def train_changing_options(fused: bool, session: Session) -> None:
     """Each step's lr and weight decay are another, set as soon as ``step()`` has returned."""
     optimizer = session.optimizer(torch.optim.AdamW, fused=fused, lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) ** 2)
@@ -35,6 +35,6 @@ def test_a_schedule_moves_no_bit(memory: Memory, fused: bool, tmp_path: Path, mo
     resident = Plan.preset("zero3")
     far = replace(resident, states=replace(resident.states, memory=memory))
     slow = Settings(chunk_bytes=1000)  # so many chunks that the program is the first to go on
-    run = partial(run_cut, partial(scheduled, fused), 2, settings=slow)
+    run = partial(run_cut, partial(train_changing_options, fused), 2, settings=slow)
     states = [run(plan=plan)[0] for plan in (resident, far)]
     assert_same_bits(states[1], states[0])

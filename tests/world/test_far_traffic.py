@@ -12,12 +12,12 @@ import npuzero
 from npuzero import Memory, Plan, Settings, comm
 from npuzero.comm import World
 from npuzero.plan import OFFLOADED
-from world.toy import Recipe, build
-from world.train import CutSession, train
+from world.toy import TrainingRecipe, build_seeded_model
+from world.train import CutSession, train_by_recipe
 
 SIZE, LOCAL = 4, 2
 PRECISIONS = ("fp32", "bf16", "bf16-split", "bf16-stochastic", "bf16-8bit")
-ONE, THREE = Recipe(steps=3), Recipe(steps=3, micro_batches=3, clip=0.5)
+ONE, THREE = TrainingRecipe(steps=3), TrainingRecipe(steps=3, micro_batches=3, clip=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
 
 
-def placed(name: str, precision: str, share: float = 1.0) -> Plan:
+def offloaded_plan(name: str, precision: str, share: float = 1.0) -> Plan:
     """A preset, or with ``+host`` and the like one that is offloaded; with a share of its states off the device."""
     row, _, offload = name.partition("+")
     plan = Plan.preset(row, precision=precision, local_size=LOCAL)
@@ -33,15 +33,15 @@ def placed(name: str, precision: str, share: float = 1.0) -> Plan:
     return replace(plan, states=replace(plan.states, share=share))
 
 
-def assert_foretold(plan: Plan, recipe: Recipe, **settings: Any) -> None:
+def assert_far_predicted(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> None:
     """Every rank held, sent and moved exactly what was foretold."""
     chosen = Settings(**settings)
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
-    expected = npuzero.predict(build(), plan, SIZE, settings=chosen, **facts)
+    expected = npuzero.predict(build_seeded_model(), plan, SIZE, settings=chosen, **facts)
 
     def rank(world: World) -> npuzero.Report:
-        session = CutSession(build(), world, plan=plan, settings=chosen)
-        train(session, recipe)
+        session = CutSession(build_seeded_model(), world, plan=plan, settings=chosen)
+        train_by_recipe(session, recipe)
         session.state()
         return npuzero.report(session.model)
 
@@ -58,12 +58,12 @@ def test_zero_with_offload_follows_the_plan_that_predict_is_told() -> None:
     """By name as by placements: ``zero(stage=3, offload="host")``."""
 
     def rank(world: World) -> npuzero.Report:
-        session = CutSession(build(), world, stage=3, offload="host", precision="bf16")
-        train(session, ONE)
+        session = CutSession(build_seeded_model(), world, stage=3, offload="host", precision="bf16")
+        train_by_recipe(session, ONE)
         session.state()
         return npuzero.report(session.model)
 
-    expected = npuzero.predict(build(), 3, SIZE, offload="host", precision="bf16")
+    expected = npuzero.predict(build_seeded_model(), 3, SIZE, offload="host", precision="bf16")
     for report in comm.run_threads(SIZE, rank):
         assert (report.held, report.bytes_moved) == (expected.held, expected.bytes_moved)
         assert report.plan == expected.plan and report.plan.name == "zero3+host"
@@ -81,10 +81,10 @@ QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"), ("infinity-states", "bf
     ],
 )
 def test_presets_of_offload(name: str, precision: str) -> None:
-    plan = placed(name, precision)
-    assert_foretold(plan, ONE)
-    assert_foretold(plan, THREE, chunk_bytes=4096)
-    assert_foretold(plan, ONE, chunk_bytes=1 << 14, overlap=False)
+    plan = offloaded_plan(name, precision)
+    assert_far_predicted(plan, ONE)
+    assert_far_predicted(plan, THREE, chunk_bytes=4096)
+    assert_far_predicted(plan, ONE, chunk_bytes=1 << 14, overlap=False)
 
 
 @pytest.mark.parametrize(
@@ -106,30 +106,30 @@ def test_presets_of_offload(name: str, precision: str) -> None:
     ],
 )
 def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float) -> None:
-    plan = placed(name, precision, share)
-    assert_foretold(plan, THREE, chunk_bytes=4096)
-    assert_foretold(plan, ONE, overlap="gradients", update_on="device")
+    plan = offloaded_plan(name, precision, share)
+    assert_far_predicted(plan, THREE, chunk_bytes=4096)
+    assert_far_predicted(plan, ONE, overlap="gradients", update_on="device")
 
 
 def test_units_may_rest_in_different_memories() -> None:
     own = {
         "blocks.1": "zero1",
-        "blocks.2": placed("infinity", "bf16"),
-        "blocks.0": placed("offload", "bf16"),
-        "root": placed("hsdp+host+parameters", "bf16"),
+        "blocks.2": offloaded_plan("infinity", "bf16"),
+        "blocks.0": offloaded_plan("offload", "bf16"),
+        "root": offloaded_plan("hsdp+host+parameters", "bf16"),
     }
     chosen = Settings(chunk_bytes=8192)
 
     def rank(world: World) -> npuzero.Report:
         session = CutSession(
-            build(), world, stage=3, local_size=LOCAL, precision="bf16", unit_plans=own, settings=chosen
+            build_seeded_model(), world, stage=3, local_size=LOCAL, precision="bf16", unit_plans=own, settings=chosen
         )
-        train(session, THREE)
+        train_by_recipe(session, THREE)
         session.state()
         return npuzero.report(session.model)
 
     facts = {"local_size": LOCAL, "precision": "bf16", "unit_plans": own, "settings": chosen}
-    expected = npuzero.predict(build(), 3, SIZE, micro_batches=3, clip=True, **facts)
+    expected = npuzero.predict(build_seeded_model(), 3, SIZE, micro_batches=3, clip=True, **facts)
     for report in comm.run_threads(SIZE, rank):
         assert (report.held, report.bytes_moved) == (expected.held, expected.bytes_moved)
         assert report.bytes_sent == expected.bytes_sent

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import FiniteGuard, NonFiniteError, comm
 from npuzero.comm import World
-from world.toy import ToyGPT, build
+from world.toy import ToyGPT, build_seeded_model
 from world.train import CutSession, Session, State, assert_same_bits, run_cut
 
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
@@ -25,7 +25,7 @@ every_plan = pytest.mark.parametrize(
 SIZE, BAD_STEP, BAD_RANK = 4, 2, 2
 
 
-class Poisoned(ToyGPT):
+class PoisonedGPT(ToyGPT):
     """Where the test says so a value is multiplied by inf on its way, forward or backward."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Poisoned(ToyGPT):
         return hook
 
 
-class Poison:
+class PoisonCase:
     """What is spoilt, and what the guard says of it."""
 
     def __init__(self, where: str, says: str, **facts: Any) -> None:
@@ -54,16 +54,16 @@ class Poison:
 
 
 POISONS = [
-    Poison("forward blocks.1.mlp.1", "output of unit 'blocks.1' on rank 2", unit="blocks.1", rank=BAD_RANK),
-    Poison("forward norm", "output of unit 'root' on rank 2", unit="root", rank=BAD_RANK),
-    Poison("loss", "loss on rank 2, of finite outputs", rank=BAD_RANK),
+    PoisonCase("forward blocks.1.mlp.1", "output of unit 'blocks.1' on rank 2", unit="blocks.1", rank=BAD_RANK),
+    PoisonCase("forward norm", "output of unit 'root' on rank 2", unit="root", rank=BAD_RANK),
+    PoisonCase("loss", "loss on rank 2, of finite outputs", rank=BAD_RANK),
     # Gradients come out of a module from its end: the bias before the weight.
-    Poison("backward blocks.2.out", "gradient of parameter blocks.2.out.", unit="blocks.2"),
-    Poison("backward blocks.1.mlp.1", "gradient of parameter blocks.1.mlp.1.", unit="blocks.1"),
+    PoisonCase("backward blocks.2.out", "gradient of parameter blocks.2.out.", unit="blocks.2"),
+    PoisonCase("backward blocks.1.mlp.1", "gradient of parameter blocks.1.mlp.1.", unit="blocks.1"),
 ]
 
 
-def train(session: Session, poison: str, scaled: bool = False) -> State:
+def train_with_poison(session: Session, poison: str, scaled: bool = False) -> State:
     """Steps of which one is bad on one rank; what the guard said, and the model."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     scaler = session.scaler(init_scale=8.0) if scaled else None
@@ -95,10 +95,10 @@ def train(session: Session, poison: str, scaled: bool = False) -> State:
 
 @every_plan
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.where)
-def test_where_it_began(plan: str, poison: Poison) -> None:
+def test_where_it_began(plan: str, poison: PoisonCase) -> None:
     def rank(world: World) -> tuple[list[str], dict[str, Any]]:
-        session = CutSession(build(make=Poisoned), world, plan=plan, local_size=2)
-        train(session, poison.where)
+        session = CutSession(build_seeded_model(make=PoisonedGPT), world, plan=plan, local_size=2)
+        train_with_poison(session, poison.where)
         session.state()
         (error,) = session.model.said
         return str(error), error.facts
@@ -121,13 +121,13 @@ def test_the_bad_step_leaves_no_trace(plan: str) -> None:
         return {"steps": torch.tensor([3.0])}
 
     options = {"plan": plan, "local_size": 2}
-    guarded = run_cut(lambda session: train(session, "loss"), SIZE, Poisoned, **options)
-    assert_same_bits(guarded[0], run_cut(without, SIZE, Poisoned, **options)[0])
+    guarded = run_cut(lambda session: train_with_poison(session, "loss"), SIZE, PoisonedGPT, **options)
+    assert_same_bits(guarded[0], run_cut(without, SIZE, PoisonedGPT, **options)[0])
 
 
 def test_a_parameter_that_is_not_finite_is_named() -> None:
     def rank(world: World) -> NonFiniteError:
-        model = build(make=Poisoned)
+        model = build_seeded_model(make=PoisonedGPT)
         with torch.no_grad():
             model.blocks[1].norm.weight[3] = math.nan  # a frozen one
         session = CutSession(model, world, plan="zero3")
@@ -144,7 +144,7 @@ def test_with_a_scaler_gradients_may_overflow_until_the_floor() -> None:
     """An overflow is the scaler's business; one at the floor, or an output that is not finite, is the guard's."""
 
     def rank(world: World) -> list[int]:
-        session = CutSession(build(make=Poisoned), world)
+        session = CutSession(build_seeded_model(make=PoisonedGPT), world)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         scaler = npuzero.LossScaler(init_scale=4.0)
         model, steps = session.model, 0
@@ -166,7 +166,7 @@ def test_with_a_scaler_gradients_may_overflow_until_the_floor() -> None:
 
 def test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to() -> None:
     def rank(world: World) -> tuple[State, State]:
-        session = CutSession(build(), world)
+        session = CutSession(build_seeded_model(), world)
         optimizer, scaler = session.optimizer(torch.optim.AdamW, lr=1e-2), npuzero.LossScaler(init_scale=4.0)
         guard = FiniteGuard(session.model, scaler)
         before, loss = session.state(), session.loss()
@@ -194,8 +194,8 @@ def test_all_is_as_without_it_while_all_is_finite() -> None:
             optimizer.zero_grad()
         return {"steps": torch.tensor([4.0])}
 
-    guarded = run_cut(lambda session: train(session, "nothing"), SIZE, Poisoned, plan="zero3")
-    assert_same_bits(guarded[0], run_cut(plain, SIZE, Poisoned, plan="zero3")[0])
+    guarded = run_cut(lambda session: train_with_poison(session, "nothing"), SIZE, PoisonedGPT, plan="zero3")
+    assert_same_bits(guarded[0], run_cut(plain, SIZE, PoisonedGPT, plan="zero3")[0])
 
 
 def test_check_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_check_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a value was asked for")
 
     def rank(world: World) -> None:
-        session = CutSession(build(), world)
+        session = CutSession(build_seeded_model(), world)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         guard = FiniteGuard(session.model)
         loss = session.loss()
@@ -220,7 +220,7 @@ def test_check_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_guard_that_is_gone_watches_nothing_and_holds_nothing() -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(make=Poisoned), world)
+        session = CutSession(build_seeded_model(make=PoisonedGPT), world)
         with FiniteGuard(session.model):
             session.loss().backward()
         session.model.poison = "forward norm"

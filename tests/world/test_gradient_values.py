@@ -12,8 +12,16 @@ import npuzero
 from npuzero import ConfigError, StateError, comm
 from npuzero.comm import World
 from world.test_behaviour import BranchingGPT
-from world.toy import build
-from world.train import CutSession, PlainSession, Session, State, assert_close, assert_same_bits, check
+from world.toy import build_seeded_model
+from world.train import (
+    CutSession,
+    PlainSession,
+    Session,
+    State,
+    assert_same_bits,
+    assert_states_close,
+    check_equals_plain,
+)
 
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
 every_plan = pytest.mark.parametrize(
@@ -21,7 +29,7 @@ every_plan = pytest.mark.parametrize(
 )
 
 
-def norms_of(session: Session, p: float) -> State:
+def gradient_norms(session: Session, p: float) -> State:
     if isinstance(session, CutSession):
         return {name: torch.tensor(norm) for name, norm in npuzero.grad_norms(session.model, p).items()}
     named = session.model.named_parameters()
@@ -32,7 +40,7 @@ def norms_of(session: Session, p: float) -> State:
     }
 
 
-def gradients_of(session: Session) -> State:
+def full_gradients(session: Session) -> State:
     found: dict[str, Tensor | None] = {
         name: npuzero.full_gradient(parameter) if isinstance(session, CutSession) else parameter.grad
         for name, parameter in session.model.named_parameters()
@@ -41,14 +49,14 @@ def gradients_of(session: Session) -> State:
     return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 
 
-def clip_values(session: Session, limit: float) -> None:
+def clip_model_values(session: Session, limit: float) -> None:
     if isinstance(session, CutSession):
         npuzero.clip_grad_value_(session.model, limit)
     elif some := [parameter for parameter in session.model.parameters() if parameter.grad is not None]:
         torch.nn.utils.clip_grad_value_(some, limit)  # which refuses none
 
 
-def prefixed(prefix: object, state: State) -> State:
+def prefix_names(prefix: object, state: State) -> State:
     return {f"{prefix} {name}": value for name, value in state.items()}
 
 
@@ -62,15 +70,15 @@ def test_norms_by_name(plan: str, p: float) -> None:
         seen: State = {}
         for step in range(2):
             session.loss(step, blocks=(0, 2)).backward()
-            seen |= prefixed(f"{step} before", norms_of(session, p))
+            seen |= prefix_names(f"{step} before", gradient_norms(session, p))
             session.clip(0.1)
-            seen |= prefixed(f"{step} after", norms_of(session, p))
+            seen |= prefix_names(f"{step} after", gradient_norms(session, p))
             optimizer.step()
             optimizer.zero_grad()
         assert any("blocks.0" in name for name in seen) and not any("blocks.1" in name for name in seen)
         return seen
 
-    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @every_plan
@@ -83,16 +91,16 @@ def test_whole_gradients(plan: str) -> None:
         for step in range(2):
             session.loss(step, 0).backward()
             session.loss(step, 1).backward()
-            seen |= prefixed(f"{step} two", gradients_of(session))
+            seen |= prefix_names(f"{step} two", full_gradients(session))
             session.clip(0.1)
-            seen |= prefixed(f"{step} clipped", gradients_of(session))
+            seen |= prefix_names(f"{step} clipped", full_gradients(session))
             session.loss(step, 2, blocks=(0, 2)).backward()
-            seen |= prefixed(f"{step} three", gradients_of(session))
+            seen |= prefix_names(f"{step} three", full_gradients(session))
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
@@ -107,7 +115,7 @@ def test_clipping_by_value(plan: str, kind: type[torch.optim.Optimizer]) -> None
             session.loss(step, 0).backward()
             if step == 1:
                 norms.append(session.clip(0.1))
-            clip_values(session, 1e-3)
+            clip_model_values(session, 1e-3)
             if step == 2:
                 session.loss(step, 1).backward()
             norms.append(session.clip(0.05))
@@ -115,12 +123,12 @@ def test_clipping_by_value(plan: str, kind: type[torch.optim.Optimizer]) -> None
             optimizer.zero_grad()
         return {"norms": torch.stack(norms)}
 
-    check(scenario, 4, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, plan=plan, local_size=2)
 
 
 def test_the_norms_are_the_same_floats_on_every_rank_and_under_every_plan() -> None:
     def norms(world: World, plan: str) -> dict[str, float]:
-        session = CutSession(build(), world, plan=plan)
+        session = CutSession(build_seeded_model(), world, plan=plan)
         session.loss().backward()
         return npuzero.grad_norms(session.model)
 
@@ -142,12 +150,12 @@ def test_p_grad_is_readable_on_a_rank_alone(plan: str) -> None:
                     seen[f"{micro_batch} {name}"] = parameter.grad.clone()
         return seen
 
-    check(scenario, 1, plan=plan)
+    check_equals_plain(scenario, 1, plan=plan)
 
 
 def test_p_grad_is_readable_where_a_plan_keeps_it_whole() -> None:
     def rank(world: World) -> tuple[State, State]:
-        session = CutSession(build(), world, plan="zero0", precision="bf16")
+        session = CutSession(build_seeded_model(), world, plan="zero0", precision="bf16")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         weight: nn.Parameter = session.model.head.weight
         session.loss().backward()
@@ -170,13 +178,13 @@ def test_p_grad_is_readable_where_a_plan_keeps_it_whole() -> None:
         return {"it": after}, {"it": whole.bfloat16().float()}
 
     for after, whole in comm.run_threads(2, rank):
-        assert_close(after, whole)
+        assert_states_close(after, whole)
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])
 def test_a_cut_gradient_says_what_to_call_instead(plan: str) -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=plan)
+        session = CutSession(build_seeded_model(), world, plan=plan)
         session.loss().backward()
         session.clip(1.0)
         for reading in (
@@ -191,7 +199,7 @@ def test_a_cut_gradient_says_what_to_call_instead(plan: str) -> None:
 
 
 def test_what_is_asked_wrongly() -> None:
-    model = npuzero.zero(build(), plan="zero1")
+    model = npuzero.zero(build_seeded_model(), plan="zero1")
     assert npuzero.grad_norms(model) == {} and npuzero.full_gradient(model.head.weight) is None
     for asking in (
         lambda: npuzero.clip_grad_value_(model, 0.0),
@@ -201,15 +209,15 @@ def test_what_is_asked_wrongly() -> None:
         with pytest.raises(ConfigError, match="a positive number"):
             asking()
     with pytest.raises(StateError, match="made by npuzero"):
-        npuzero.grad_norms(build())
+        npuzero.grad_norms(build_seeded_model())
     with pytest.raises(StateError, match="a frozen one"):
         npuzero.full_gradient(model.positions)
     with pytest.raises(StateError, match=r"got shape=\(\d+, \d+\), dtype=torch.float32 \(Parameter\)"):
-        npuzero.full_gradient(build().head.weight)
+        npuzero.full_gradient(build_seeded_model().head.weight)
 
 
 def test_plain_torch_has_the_same_words() -> None:
     """The helpers of this file, by the oracle alone."""
-    session = PlainSession(build(), range(2), 2)
+    session = PlainSession(build_seeded_model(), range(2), 2)
     session.loss().backward()
-    assert gradients_of(session).keys() == norms_of(session, 2.0).keys()
+    assert full_gradients(session).keys() == gradient_norms(session, 2.0).keys()

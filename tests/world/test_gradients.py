@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import npuzero
 from npuzero import Settings
-from world.test_behaviour import BranchingBlock, BranchingGPT, micro_batches_that_change_in_number, steps
-from world.toy import ToyGPT, loss_of, tokens_of
-from world.train import Session, State, assert_same_bits, check, run_cut
+from world.test_behaviour import BranchingBlock, BranchingGPT, micro_batches_that_change_in_number, run_adamw_steps
+from world.toy import ToyGPT, toy_loss, toy_tokens
+from world.train import Session, State, assert_same_bits, check_equals_plain, run_cut
 
 ALL, WITHOUT_1 = (0, 1, 2), (0, 2)
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
@@ -34,7 +34,7 @@ def a_synchronised_pass_then_no_sync_without_a_unit(session: Session) -> None:
         with session.no_sync():
             session.loss(step, 1, blocks=WITHOUT_1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def two_passes_the_second_without_a_unit(session: Session) -> None:
@@ -43,7 +43,7 @@ def two_passes_the_second_without_a_unit(session: Session) -> None:
         session.clip(0.1)
         session.loss(step, 1, blocks=WITHOUT_1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def gradients_kept_over_a_step_and_a_unit_left_out(session: Session) -> None:
@@ -65,7 +65,7 @@ def no_sync_after_a_synchronised_pass(session: Session) -> None:
         with session.no_sync():
             session.loss(step, 1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def no_sync_after_clipping(session: Session) -> None:
@@ -75,13 +75,13 @@ def no_sync_after_clipping(session: Session) -> None:
         with session.no_sync():
             session.loss(step, 1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 # -- gradients that are dropped and must not come back -----------------------------------------------------------------
 
 
-def drop(session: Session) -> None:
+def drop_gradients(session: Session) -> None:
     for module in (session.model.blocks[1], session.model.norm):
         for parameter in module.parameters():
             parameter.grad = None
@@ -91,11 +91,11 @@ def dropped_after_no_sync(session: Session) -> None:
     def passes(step: int) -> None:
         with session.no_sync():
             session.loss(step, 0, blocks=ALL).backward()
-        drop(session)
+        drop_gradients(session)
         session.loss(step, 1, blocks=WITHOUT_1).backward()
         session.clip(0.1)  # by the norm of the others
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_after_no_sync_and_used_again_by_one_rank(session: Session) -> None:
@@ -106,11 +106,11 @@ def dropped_after_no_sync_and_used_again_by_one_rank(session: Session) -> None:
             parameter.grad = None
 
         def loss(rank: int) -> torch.Tensor:
-            return loss_of(session.model, tokens_of(step, 1, rank), branches=(0, 0 if rank == 1 else 1, 0))
+            return toy_loss(session.model, toy_tokens(step, 1, rank), branches=(0, 0 if rank == 1 else 1, 0))
 
         session.mean(loss).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_between_two_no_syncs(session: Session) -> None:
@@ -119,19 +119,19 @@ def dropped_between_two_no_syncs(session: Session) -> None:
             with session.no_sync():
                 session.loss(step, micro_batch, blocks=blocks).backward()
             if micro_batch == 0:
-                drop(session)
+                drop_gradients(session)
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_before_the_step(session: Session) -> None:
     def passes(step: int) -> None:
         with session.no_sync():
             session.loss(step, 0).backward()
-        drop(session)
+        drop_gradients(session)
         session.clip(0.1)  # by the norm of the others
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_after_clipping(session: Session) -> None:
@@ -140,11 +140,11 @@ def dropped_after_clipping(session: Session) -> None:
     def passes(step: int) -> None:
         session.loss(step, 0, blocks=ALL).backward()
         session.clip(0.1)
-        drop(session)
+        drop_gradients(session)
         session.loss(step, 1, blocks=WITHOUT_1).backward()
         session.clip(0.1)
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_while_the_reduced_are_set_aside(session: Session) -> None:
@@ -152,10 +152,10 @@ def dropped_while_the_reduced_are_set_aside(session: Session) -> None:
         session.loss(step, 0, blocks=ALL).backward()
         session.clip(0.1)
         session.loss(step, 1, blocks=ALL).backward()
-        drop(session)
+        drop_gradients(session)
         session.loss(step, 2, blocks=WITHOUT_1).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def all_dropped_while_the_reduced_are_set_aside(session: Session) -> None:
@@ -167,7 +167,7 @@ def all_dropped_while_the_reduced_are_set_aside(session: Session) -> None:
         session.model.zero_grad()
         session.loss(step, 2).backward()
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def dropped_between_clipping_and_the_step(session: Session) -> State:
@@ -176,10 +176,10 @@ def dropped_between_clipping_and_the_step(session: Session) -> State:
     def passes(step: int) -> None:
         session.loss(step).backward()
         norms.append(session.clip(0.1))
-        drop(session)
+        drop_gradients(session)
         norms.append(session.clip(0.05))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -190,14 +190,14 @@ def dropped_by_all_though_few_had_used_them(session: Session) -> State:
     def passes(step: int) -> None:
         def loss(rank: int) -> torch.Tensor:
             branches = (0, 1 if rank == step % 2 else 2, 0)
-            return loss_of(session.model, tokens_of(step, 0, rank), branches=branches)
+            return toy_loss(session.model, toy_tokens(step, 0, rank), branches=branches)
 
         session.mean(loss).backward()
         for parameter in session.model.blocks[1].branches.parameters():
             parameter.grad = None
         norms.append(session.clip(0.1))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -207,7 +207,7 @@ def all_dropped_but_what_one_rank_had_used(session: Session) -> State:
 
     def passes(step: int) -> None:
         def loss(rank: int) -> torch.Tensor:
-            return loss_of(session.model, tokens_of(step, 0, rank), branches=(0, 2 * (rank != 1), 0))
+            return toy_loss(session.model, toy_tokens(step, 0, rank), branches=(0, 2 * (rank != 1), 0))
 
         session.mean(loss).backward()
         kept = set(session.model.blocks[1].branches.parameters())
@@ -215,7 +215,7 @@ def all_dropped_but_what_one_rank_had_used(session: Session) -> State:
             parameter.grad = None
         norms.append(session.clip(0.1))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
     return {"norms": torch.stack(norms)}
 
 
@@ -228,10 +228,10 @@ def an_evaluation_that_foresees_another_unit(session: Session) -> None:
     def passes(step: int) -> None:
         session.loss(step, blocks=ALL).backward()
         with torch.no_grad():
-            loss_of(session.model, tokens_of(9, 0, 0), blocks=ALL)
-            loss_of(session.model, tokens_of(9, 0, 0), blocks=(0, 1))
+            toy_loss(session.model, toy_tokens(9, 0, 0), blocks=ALL)
+            toy_loss(session.model, toy_tokens(9, 0, 0), blocks=(0, 1))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 def a_forward_that_stops_early(session: Session) -> None:
@@ -242,7 +242,7 @@ def a_forward_that_stops_early(session: Session) -> None:
         with pytest.raises(IndexError):
             session.loss(step, blocks=(0, 9))
 
-    steps(session, passes)
+    run_adamw_steps(session, passes)
 
 
 SCENARIOS = (
@@ -270,12 +270,12 @@ SCENARIOS = (
 @every_plan
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_gradients(scenario: Callable[[Session], State | None], plan: str) -> None:
-    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_one_rank_alone(plan: str) -> None:
-    check(two_passes_the_second_without_a_unit, 1, BranchingGPT, plan=plan)
+    check_equals_plain(two_passes_the_second_without_a_unit, 1, BranchingGPT, plan=plan)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5", pytest.param("hsdp", marks=pytest.mark.slow)])
@@ -296,7 +296,7 @@ class ReentrantBlock(BranchingBlock):
         return y
 
 
-class ReentrantGPT(BranchingGPT):
+class ReentrantBranchingGPT(BranchingGPT):
     def __init__(self) -> None:
         ToyGPT.__init__(self, block=ReentrantBlock)
 
@@ -305,6 +305,6 @@ class ReentrantGPT(BranchingGPT):
 @every_plan
 def test_a_unit_that_reentrant_checkpointing_runs_twice(plan: str, bucket_bytes: int) -> None:
     def scenario(session: Session) -> None:
-        steps(session, lambda step: session.loss(step, blocks=(0, 1, 1, 0, 2)).backward())
+        run_adamw_steps(session, lambda step: session.loss(step, blocks=(0, 1, 1, 0, 2)).backward())
 
-    check(scenario, 2, ReentrantGPT, plan=plan, settings=Settings(bucket_bytes=bucket_bytes))
+    check_equals_plain(scenario, 2, ReentrantBranchingGPT, plan=plan, settings=Settings(bucket_bytes=bucket_bytes))

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from npuzero.comm import Handle
+from npuzero.comm import AsyncHandle
 from npuzero.comm.shared_memory import SharedMemoryCommunicator
 from world import test_behaviour as behaviour
 from world import test_gradients as gradients
-from world.toy import Recipe
-from world.train import Session, State, check, train
+from world.toy import TrainingRecipe
+from world.train import Session, State, check_equals_plain, train_by_recipe
 
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
 
 
-class Late(Handle):
+class LateHandle(AsyncHandle):
     """An operation that nobody has begun; those before it on its communicator begin first."""
 
-    def __init__(self, waiting: list[Late], begin: Callable[[], Handle]) -> None:
+    def __init__(self, waiting: list[LateHandle], begin: Callable[[], AsyncHandle]) -> None:
         self._waiting = waiting
         self._begin = begin
-        self._begun: Handle | None = None
+        self._begun: AsyncHandle | None = None
         waiting.append(self)
 
     def wait(self) -> None:
@@ -45,15 +45,15 @@ class Late(Handle):
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = SharedMemoryCommunicator._submit
 
-    def later(self: Any, *args: Any, **kwargs: Any) -> Handle:
+    def later(self: Any, *args: Any, **kwargs: Any) -> AsyncHandle:
         waiting = self.__dict__.setdefault("_waiting", [])
-        return Late(waiting, lambda: submit(self, *args, **kwargs))
+        return LateHandle(waiting, lambda: submit(self, *args, **kwargs))
 
     monkeypatch.setattr(SharedMemoryCommunicator, "_submit", later)
 
 
 def micro_batches_and_clipping(session: Session) -> State:
-    return train(session, Recipe(steps=3, micro_batches=2, clip=0.5, groups=True))
+    return train_by_recipe(session, TrainingRecipe(steps=3, micro_batches=2, clip=0.5, groups=True))
 
 
 def a_look_at_parameters_after_the_step(session: Session) -> State:
@@ -84,8 +84,8 @@ SCENARIOS = (
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_loops(scenario: Callable[[Session], State | None], plan: str) -> None:
-    check(scenario, 4, behaviour.BranchingGPT, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, behaviour.BranchingGPT, plan=plan, local_size=2)
 
 
 def test_reading_what_a_step_has_sent() -> None:
-    check(a_look_at_parameters_after_the_step, 2, behaviour.BranchingGPT, plan="zero1")
+    check_equals_plain(a_look_at_parameters_after_the_step, 2, behaviour.BranchingGPT, plan="zero1")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import checkpoint, comm
 from npuzero.comm import World
-from world.toy import build
-from world.train import Session, State, check
+from world.toy import build_seeded_model
+from world.train import Session, State, check_equals_plain
 
 PRESETS = [
     pytest.param(preset, marks=[] if preset in ("zero0", "zero2", "zero3") else pytest.mark.slow)
@@ -20,7 +20,7 @@ PRESETS = [
 ]
 
 
-class Rotation(nn.Module):
+class SpectrumRotation(nn.Module):
     """Turns the spectrum by a learned phase and amplifies it: one element each."""
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Rotation(nn.Module):
         return torch.fft.irfft(spectrum, n=8)
 
 
-class Spectral(nn.Module):
+class SpectralModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Rotation() for _ in range(3))
+        self.layers = nn.ModuleList(SpectrumRotation() for _ in range(3))
         self.head = nn.Linear(8, 1)
         self.register_buffer("roots", torch.polar(torch.ones(4), torch.arange(4.0)).conj(), persistent=False)
 
@@ -48,17 +48,17 @@ class Spectral(nn.Module):
         return self.head(x) * self.roots.imag[1]
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+def complex_model_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return model(torch.randn(3, 8, generator=generator)).square().mean()
 
 
-def trains(session: Session) -> State:
+def train_spectral(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(3):
         with session.no_sync():
-            session.mean(lambda rank, step=step: loss_of(session.model, 2 * step, rank)).backward()
-        session.mean(lambda rank, step=step: loss_of(session.model, 2 * step + 1, rank)).backward()
+            session.mean(lambda rank, step=step: complex_model_loss(session.model, 2 * step, rank)).backward()
+        session.mean(lambda rank, step=step: complex_model_loss(session.model, 2 * step + 1, rank)).backward()
         session.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def trains(session: Session) -> State:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_spectral_model_trains_as_in_plain_torch(preset: str) -> None:
-    check(trains, 2, Spectral, plan=preset, local_size=1)
+    check_equals_plain(train_spectral, 2, SpectralModel, plan=preset, local_size=1)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -97,10 +97,10 @@ def test_a_phase_behind_a_conjugate_moves_the_right_way(preset: str) -> None:
 def test_an_optimizer_over_plain_parameters(precision: dict[str, str]) -> None:
     outcomes = []
     for make in (lambda params: torch.optim.AdamW(params, lr=0.1), lambda p: npuzero.AdamW(p, lr=0.1, **precision)):
-        model = build(make=Spectral)
+        model = build_seeded_model(make=SpectralModel)
         optimizer = make(model.parameters())
         for step in range(2):
-            loss_of(model, step, 0).backward()
+            complex_model_loss(model, step, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
         outcomes.append([p.detach() for p in model.parameters()])
@@ -108,7 +108,7 @@ def test_an_optimizer_over_plain_parameters(precision: dict[str, str]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-2 if precision else 1e-5, atol=1e-3 if precision else 1e-6)
 
 
-def lazily(values: Tensor) -> Tensor:
+def lazy_negative(values: Tensor) -> Tensor:
     """Equal to ``values``, which its memory does not hold."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
@@ -117,7 +117,9 @@ def lazily(values: Tensor) -> Tensor:
 def test_values_that_are_loaded(precision: str) -> None:
     def rank(world: World) -> None:
         model = npuzero.zero(nn.Linear(1, 1), stage=2, precision=precision, world=world)
-        npuzero.load_full_state_dict(model, {"weight": lazily(torch.full((1, 1), 0.75)), "bias": lazily(torch.ones(1))})
+        npuzero.load_full_state_dict(
+            model, {"weight": lazy_negative(torch.full((1, 1), 0.75)), "bias": lazy_negative(torch.ones(1))}
+        )
         assert model.weight.item() == 0.75 and model.bias.item() == 1.0
 
     comm.run_threads(2, rank)
@@ -125,8 +127,8 @@ def test_values_that_are_loaded(precision: str) -> None:
 
 def test_values_that_are_saved_and_sent(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=Spectral), stage=2, world=world)
-        extra = {"turn": lazily(torch.ones(1)), "roots": torch.polar(torch.ones(2), torch.ones(2)).conj()}
+        model = npuzero.zero(build_seeded_model(make=SpectralModel), stage=2, world=world)
+        extra = {"turn": lazy_negative(torch.ones(1)), "roots": torch.polar(torch.ones(2), torch.ones(2)).conj()}
         checkpoint.save(tmp_path, model, step=1, extra=extra)
         found = checkpoint.load(tmp_path, model)
         for name, value in extra.items():
@@ -134,6 +136,6 @@ def test_values_that_are_saved_and_sent(tmp_path: Path) -> None:
         model.roots = model.roots.conj()
         npuzero.export(model, tmp_path / "exported")
         with pytest.raises(npuzero.ContractError, match=r"resolve_neg\(\)"):
-            world.communicator(range(2), "lazy").all_reduce(lazily(torch.ones(1)))
+            world.communicator(range(2), "lazy").all_reduce(lazy_negative(torch.ones(1)))
 
     comm.run_threads(2, rank)

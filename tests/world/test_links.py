@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import npuzero
-from benchmarks.wires.links import GBIT, Linked, LinkedWorld, Links, crossing
+from benchmarks.wires.links import GBIT, LinkedCommunicator, LinkedWorld, NodeLinks, crossing_bytes
 from npuzero.comm import World, run_threads
 from npuzero.errors import CollectiveError
 
-from .toy import build, loss_of, tokens_of
+from .toy import build_seeded_model, toy_loss, toy_tokens
 
 
-def linked(path: Path, body: Callable[[World], Any]) -> list[Any]:
+def run_linked_ranks(path: Path, body: Callable[[World], Any]) -> list[Any]:
     """What ``body`` returns on four ranks, two on each node."""
 
     def on_links(world: World) -> Any:
-        here = LinkedWorld(world, Links(path))
+        here = LinkedWorld(world, NodeLinks(path))
         try:
             return body(here)
         finally:
@@ -47,21 +47,21 @@ def linked(path: Path, body: Callable[[World], Any]) -> list[Any]:
 )
 def test_what_crosses_is_counted_by_the_groups_order(verb, nodes, wanted):
     back = {} if verb == "send" else {(1, 0): wanted}
-    assert crossing(verb, nodes, 100) == {(0, 1): wanted, **back}
+    assert crossing_bytes(verb, nodes, 100) == {(0, 1): wanted, **back}
 
 
 def test_nothing_crosses_within_a_node_and_a_ring_of_three_goes_one_way():
-    assert all(not crossing(verb, (1, 1), 100) for verb in ("all_gather", "all_reduce", "all_to_all", "send"))
-    assert crossing("all_gather", (0, 1, 2), 99) == {(0, 1): 66, (1, 2): 66, (2, 0): 66}
+    assert all(not crossing_bytes(verb, (1, 1), 100) for verb in ("all_gather", "all_reduce", "all_to_all", "send"))
+    assert crossing_bytes("all_gather", (0, 1, 2), 99) == {(0, 1): 66, (1, 2): 66, (2, 0): 66}
 
 
 def test_a_link_carries_one_after_another_and_other_links_go_on(tmp_path):
     now_s = 100.0
-    links = Links.make(tmp_path / "links", 3, clock=lambda: now_s)
+    links = NodeLinks.make(tmp_path / "links", 3, clock=lambda: now_s)
     assert links.carry({(0, 1): 1e12}) == 100.0, "no limit yet"
     links.limit(8 / GBIT)
     assert links.carry({(0, 1): 16}) == 102.0
-    again = Links(tmp_path / "links", clock=lambda: now_s)  # as another rank has it
+    again = NodeLinks(tmp_path / "links", clock=lambda: now_s)  # as another rank has it
     assert again.carry({(0, 1): 8}) == 103.0
     assert again.carry({(1, 0): 8}) == 101.0, "the other way"
     assert again.carry({(0, 2): 8, (1, 2): 16}) == 102.0, "the last of them"
@@ -72,11 +72,11 @@ def test_a_link_carries_one_after_another_and_other_links_go_on(tmp_path):
 
 
 def test_a_collective_between_nodes_takes_its_time_and_nobody_spins(tmp_path):
-    Links.make(tmp_path / "links", 2).limit(0.04)  # 5 MB a second
+    NodeLinks.make(tmp_path / "links", 2).limit(0.04)  # 5 MB a second
 
     def body(world: World) -> tuple[float, bool]:
         across, inside = (world.communicator(range(4), "gather"), world.communicator(world.local, "gather"))
-        assert isinstance(across, Linked) and not isinstance(inside, Linked)
+        assert isinstance(across, LinkedCommunicator) and not isinstance(inside, LinkedCommunicator)
         mine = torch.full((2**18,), float(world.rank))
         begin_s = time.monotonic()
         whole, part = torch.empty(4 * len(mine)), torch.empty(2 * len(mine))
@@ -88,14 +88,14 @@ def test_a_collective_between_nodes_takes_its_time_and_nobody_spins(tmp_path):
         return time.monotonic() - begin_s, early
 
     begin_s = time.process_time()
-    told = linked(tmp_path / "links", body)
+    told = run_linked_ranks(tmp_path / "links", body)
     assert all(took_s > 0.6 for took_s, _ in told)
     assert any(early for _, early in told), "one at least came back from its node before the link was done"
     assert time.process_time() - begin_s < 0.5, "four ranks waited for 0.6 s each"
 
 
 def test_a_send_to_another_node_takes_its_time_and_waits_for_no_collective(tmp_path):
-    Links.make(tmp_path / "links", 2).limit(0.08)
+    NodeLinks.make(tmp_path / "links", 2).limit(0.08)
 
     def body(world: World) -> float:
         group = world.communicator(range(4), "any")
@@ -114,11 +114,11 @@ def test_a_send_to_another_node_takes_its_time_and_waits_for_no_collective(tmp_p
         assert total.item() == 4 and buffer[0] == min(world.rank, 1 if world.rank == 2 else world.rank)
         return took_s
 
-    assert linked(tmp_path / "links", body)[2] > 0.1
+    assert run_linked_ranks(tmp_path / "links", body)[2] > 0.1
 
 
 def test_a_rank_that_fails_ends_the_waiting_of_the_others(tmp_path):
-    Links.make(tmp_path / "links", 2)
+    NodeLinks.make(tmp_path / "links", 2)
 
     def body(world: World) -> None:
         if world.rank == 3:
@@ -127,18 +127,18 @@ def test_a_rank_that_fails_ends_the_waiting_of_the_others(tmp_path):
             world.communicator(range(4), "gather").all_reduce(torch.ones(9)).wait()
 
     with pytest.raises(ZeroDivisionError):
-        linked(tmp_path / "links", body)
+        run_linked_ranks(tmp_path / "links", body)
 
 
 def test_training_over_links_is_training(tmp_path):
-    Links.make(tmp_path / "links", 2)
+    NodeLinks.make(tmp_path / "links", 2)
 
     def body(world: World) -> list[float]:
-        model = npuzero.zero(build(), plan="hpz", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="hpz", world=world)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         losses = []
         for step in range(2):
-            loss = loss_of(model, tokens_of(step, 0, world.rank))
+            loss = toy_loss(model, toy_tokens(step, 0, world.rank))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -146,5 +146,5 @@ def test_training_over_links_is_training(tmp_path):
         return losses
 
     plain = run_threads(4, body)
-    assert linked(tmp_path / "links", body) == plain
-    assert Links(tmp_path / "links").carried() > 0
+    assert run_linked_ranks(tmp_path / "links", body) == plain
+    assert NodeLinks(tmp_path / "links").carried() > 0

@@ -14,8 +14,17 @@ import npuzero
 from npuzero import Precision, checkpoint, comm
 from npuzero.comm import World
 from world.test_optimizers import optimizer_state
-from world.toy import build
-from world.train import BOUND, CutSession, Session, State, assert_close, assert_same_bits, check, run_cut
+from world.toy import build_seeded_model
+from world.train import (
+    BOUND,
+    CutSession,
+    Session,
+    State,
+    assert_same_bits,
+    assert_states_close,
+    check_equals_plain,
+    run_cut,
+)
 
 PLANS = ("zero0", "zero1", "zero2", "zero3", "hsdp")
 LION: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
@@ -46,17 +55,19 @@ class PlainLion(torch.optim.Optimizer):
                 state["exp_avg"].mul_(beta2).add_((1 - beta2) * p.grad)
 
 
-def lion(session: Session, params: Any = None, **options: Any) -> Any:
+def build_lion(session: Session, params: Any = None, **options: Any) -> Any:
     kind = npuzero.Lion if isinstance(session, CutSession) else PlainLion
     return kind(session.model.parameters() if params is None else params, **{**LION, **options})
 
 
-def grouped(session: Session) -> Any:
+def build_two_group_lion(session: Session) -> Any:
     some = list(session.model.parameters())
-    return lion(session, [{"params": some[::2]}, {"params": some[1::2], "betas": (0.8, 0.95), "weight_decay": 0.0}])
+    return build_lion(
+        session, [{"params": some[::2]}, {"params": some[1::2], "betas": (0.8, 0.95), "weight_decay": 0.0}]
+    )
 
 
-def run(session: Session, optimizer: Any, steps: range, clip: float | None = 0.5) -> None:
+def run_lion_steps(session: Session, optimizer: Any, steps: range, clip: float | None = 0.5) -> None:
     for step in steps:
         session.loss(step).backward()
         if clip is not None:
@@ -65,24 +76,24 @@ def run(session: Session, optimizer: Any, steps: range, clip: float | None = 0.5
         optimizer.zero_grad()
 
 
-def momenta(optimizer: Any) -> State:
+def lion_momenta(optimizer: Any) -> State:
     return {k: v for k, v in optimizer_state(optimizer).items() if k.endswith("exp_avg")}
 
 
-def trained(session: Session) -> State:
-    optimizer = grouped(session)
-    run(session, optimizer, range(4))
-    return momenta(optimizer)
+def train_lion(session: Session) -> State:
+    optimizer = build_two_group_lion(session)
+    run_lion_steps(session, optimizer, range(4))
+    return lion_momenta(optimizer)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_as_plain_torch_does(plan: str, size: int) -> None:
-    check(trained, size, plan=plan, local_size=2 if size == 4 and plan == "hsdp" else None)
+    check_equals_plain(train_lion, size, plan=plan, local_size=2 if size == 4 and plan == "hsdp" else None)
 
 
 def test_over_plain_parameters_it_has_the_bits_of_plain_torch() -> None:
-    mine, theirs = build(), build()
+    mine, theirs = build_seeded_model(), build_seeded_model()
     groups = [
         [{"params": list(m.parameters())[::2]}, {"params": list(m.parameters())[1::2], "lr": 3e-3}]
         for m in (mine, theirs)
@@ -95,7 +106,7 @@ def test_over_plain_parameters_it_has_the_bits_of_plain_torch() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert_same_bits(dict(mine.state_dict()), dict(theirs.state_dict()))
-    assert_same_bits(momenta(optimizers[0]), momenta(optimizers[1]))
+    assert_same_bits(lion_momenta(optimizers[0]), lion_momenta(optimizers[1]))
 
 
 def test_it_goes_up_where_it_is_told_to() -> None:
@@ -107,15 +118,15 @@ def test_it_goes_up_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_stages_give_the_same_bits(precision: str) -> None:
-    first = run_cut(trained, 2, plan="zero0", precision=PRECISIONS[precision])[0]
+    first = run_cut(train_lion, 2, plan="zero0", precision=PRECISIONS[precision])[0]
     for plan in ("zero1", "zero3"):
-        for state in run_cut(trained, 2, plan=plan, precision=PRECISIONS[precision]):
+        for state in run_cut(train_lion, 2, plan=plan, precision=PRECISIONS[precision]):
             assert_same_bits(state, first)
 
 
 def test_split_masters_are_whole_masters_to_the_bit() -> None:
-    whole = run_cut(trained, 2, plan="zero3", precision="bf16")[0]
-    split = run_cut(trained, 2, plan="zero3", precision=Precision(torch.bfloat16, masters="split"))[0]
+    whole = run_cut(train_lion, 2, plan="zero3", precision="bf16")[0]
+    split = run_cut(train_lion, 2, plan="zero3", precision=Precision(torch.bfloat16, masters="split"))[0]
     assert_same_bits(split, whole)
 
 
@@ -123,7 +134,7 @@ def test_an_overflow_skips_a_step_and_lr_may_lie_on_the_device() -> None:
     def scaled(session: Session) -> State:
         # What plain torch's scaler skips on the host, ours skips on the device, which counts the steps then.
         own = isinstance(session, CutSession)
-        optimizer = lion(session, lr=torch.tensor(1e-3) if own else 1e-3)
+        optimizer = build_lion(session, lr=torch.tensor(1e-3) if own else 1e-3)
         scaler = session.scaler(init_scale=2.0**8)
         for step in range(4):
             scaler.scale(session.loss(step) * (torch.inf if step == 1 else 1.0)).backward()
@@ -133,30 +144,30 @@ def test_an_overflow_skips_a_step_and_lr_may_lie_on_the_device() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return {**momenta(optimizer), "scale": torch.tensor(scaler.get_scale())}
+        return {**lion_momenta(optimizer), "scale": torch.tensor(scaler.get_scale())}
 
-    check(scaled, 2, plan="zero3")
+    check_equals_plain(scaled, 2, plan="zero3")
 
 
 def test_states_go_from_a_cut_model_to_a_plain_one_and_back() -> None:
     def rank(world: World) -> tuple[State, State]:
         results = []
-        cut = CutSession(build(), world, plan="zero3")
-        optimizer = grouped(cut)
-        run(cut, optimizer, range(2))
+        cut = CutSession(build_seeded_model(), world, plan="zero3")
+        optimizer = build_two_group_lion(cut)
+        run_lion_steps(cut, optimizer, range(2))
         saved, weights = copy.deepcopy(optimizer.state_dict()), cut.state()
-        run(cut, optimizer, range(2, 4))
+        run_lion_steps(cut, optimizer, range(2, 4))
         results.append(cut.state() | optimizer_state(optimizer))
-        again = CutSession(build(1), world, plan="zero1")
+        again = CutSession(build_seeded_model(1), world, plan="zero1")
         again.load(weights)
-        other = grouped(again)
-        plain = build(1)
+        other = build_two_group_lion(again)
+        plain = build_seeded_model(1)
         plain.load_state_dict(weights)
         some = list(plain.parameters())
         between = npuzero.Lion([{"params": some[::2]}, {"params": some[1::2]}])
         between.load_state_dict(saved)
         other.load_state_dict(pickle.loads(pickle.dumps(between.state_dict())))
-        run(again, other, range(2, 4))
+        run_lion_steps(again, other, range(2, 4))
         results.append(again.state() | optimizer_state(other))
         return results[0], results[1]
 
@@ -169,18 +180,18 @@ def test_another_preset_goes_on_from_a_checkpoint(precision: str, tmp_path: Path
     options = {"precision": PRECISIONS.get(precision, precision)}
 
     def saves(world: World) -> State:
-        session = CutSession(build(), world, plan="zero3", **options)
-        optimizer = lion(session)
-        run(session, optimizer, range(2))
+        session = CutSession(build_seeded_model(), world, plan="zero3", **options)
+        optimizer = build_lion(session)
+        run_lion_steps(session, optimizer, range(2))
         checkpoint.save(tmp_path, session.model, optimizer, step=2)
         return session.state() | optimizer_state(optimizer)
 
     def loads(world: World) -> State:
-        session = CutSession(build(1), world, plan="hsdp", local_size=2, **options)
-        optimizer = lion(session)
+        session = CutSession(build_seeded_model(1), world, plan="hsdp", local_size=2, **options)
+        optimizer = build_lion(session)
         assert checkpoint.load(tmp_path, session.model, optimizer).step == 2
         loaded = session.state() | optimizer_state(optimizer)
-        run(session, optimizer, range(2, 3))
+        run_lion_steps(session, optimizer, range(2, 3))
         return loaded
 
     saved = comm.run_threads(2, saves)[0]
@@ -194,12 +205,12 @@ def test_report_equals_predict_with_one_moment(plan: str, precision: str) -> Non
     options: dict[str, Any] = {"local_size": 2, "precision": PRECISIONS.get(precision, precision)}
 
     def rank(world: World) -> npuzero.Report:
-        session = CutSession(build(), world, plan=plan, **options)
-        run(session, lion(session), range(3), clip=None)
+        session = CutSession(build_seeded_model(), world, plan=plan, **options)
+        run_lion_steps(session, build_lion(session), range(3), clip=None)
         session.state()
         return npuzero.report(session.model)
 
-    expected = npuzero.predict(build(), plan, 4, moments=1, **options)
+    expected = npuzero.predict(build_seeded_model(), plan, 4, moments=1, **options)
     for report in comm.run_threads(4, rank):
         assert report.bytes_held == expected.bytes_held
         assert report.bytes_sent == expected.bytes_sent
@@ -217,7 +228,7 @@ def test_states_of_a_plain_bfloat16_model_stay_near_whole_ones() -> None:
             optimizer.step()
         found.append({"p": p.detach().float()})
     assert_same_bits(found[1], found[0])
-    assert_close(found[2], found[0], 2.0**-6)
+    assert_states_close(found[2], found[0], 2.0**-6)
     assert BOUND < 2.0**-6
 
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from world.toy import Block, Recipe, ToyGPT, build, tokens_of
-from world.train import CutSession, Make, Session, State, check, train
+from world.toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model, toy_tokens
+from world.train import CutSession, Make, Session, State, check_equals_plain, train_by_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -26,20 +26,20 @@ every_plan = pytest.mark.parametrize(
 )
 
 
-def train_a_little(session: Session) -> State:
-    return train(session, Recipe(steps=3, micro_batches=2, clip=0.5, groups=True))
+def train_grouped_steps(session: Session) -> State:
+    return train_by_recipe(session, TrainingRecipe(steps=3, micro_batches=2, clip=0.5, groups=True))
 
 
 # -- what units return -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Output:
+class BlockOutput:
     hidden: Tensor
     notes: list[Tensor]
 
 
-class Opaque:
+class OpaqueOutput:
     """A class of the user's own, which no library can look into."""
 
     __slots__ = ("hidden",)
@@ -51,8 +51,8 @@ class Opaque:
 PACK: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda x: {"notes": (x.detach(), None, 1), "hidden": x}, lambda output: output["hidden"]),
     "tuple": (lambda x: (x, [x.mean(), "text"]), lambda output: output[0] + 0 * output[1][0]),
-    "dataclass": (lambda x: Output(x, [x.sum()]), lambda output: output.hidden),
-    "object": (Opaque, lambda output: output.hidden),
+    "dataclass": (lambda x: BlockOutput(x, [x.sum()]), lambda output: output.hidden),
+    "object": (OpaqueOutput, lambda output: output.hidden),
 }
 
 
@@ -63,7 +63,7 @@ class PackingGPT(ToyGPT):
         self.pack, self.unpack = PACK[kind]
         pack = self.pack
 
-        class PackingBlock(Block):
+        class PackingBlock(ToyBlock):
             def forward(self, x: Tensor) -> Any:
                 return pack(super().forward(x))
 
@@ -75,7 +75,7 @@ class PackingGPT(ToyGPT):
         return x
 
 
-def packing(kind: str) -> Make:
+def make_packing_gpt(kind: str) -> Make:
     def make() -> nn.Module:
         return PackingGPT(kind)
 
@@ -96,7 +96,7 @@ class CheckpointedGPT(ToyGPT):
         return x
 
 
-class ReentrantGPT(CheckpointedGPT):
+class ReentrantCheckpointedGPT(CheckpointedGPT):
     reentrant = True
 
 
@@ -117,7 +117,7 @@ class CheckpointedPairsGPT(ToyGPT):
 class CheckpointedInsideGPT(ToyGPT):
     """Checkpoints a part of each unit."""
 
-    class Inside(Block):
+    class Inside(ToyBlock):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
             x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)) + self.empty.sum()
@@ -192,7 +192,7 @@ class InPlaceGPT(ToyGPT):
 class ReturnsItsInputGPT(ToyGPT):
     """Units hand their input on beside their output."""
 
-    class Passing(Block):
+    class Passing(ToyBlock):
         def forward(self, x: Tensor) -> Any:
             return x, super().forward(x)
 
@@ -210,7 +210,7 @@ class ReturnsItsInputGPT(ToyGPT):
 class KeywordsGPT(ToyGPT):
     """Units take their input by keyword, within a list."""
 
-    class Keywords(Block):
+    class Keywords(ToyBlock):
         def forward(self, *, inputs: list[Tensor]) -> Tensor:
             return super().forward(inputs[0])
 
@@ -257,9 +257,9 @@ class TracedGPT(ToyGPT):
 
 
 MODELS: tuple[Make, ...] = (
-    *(packing(kind) for kind in PACK),
+    *(make_packing_gpt(kind) for kind in PACK),
     CheckpointedGPT,
-    ReentrantGPT,
+    ReentrantCheckpointedGPT,
     CheckpointedPairsGPT,
     CheckpointedInsideGPT,
     TiedBlocksGPT,
@@ -281,7 +281,7 @@ MODELS: tuple[Make, ...] = (
 @every_plan
 @pytest.mark.parametrize("make", MODELS, ids=[*PACK, *(make.__name__ for make in MODELS[len(PACK) :])])
 def test_models(make: Make, plan: str) -> None:
-    check(train_a_little, 4, make, plan=plan, local_size=2)
+    check_equals_plain(train_grouped_steps, 4, make, plan=plan, local_size=2)
 
 
 # -- what is called without the root -----------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def train_by_parts(session: Session) -> State:
     seen = []
 
     def loss_by_parts(step: int, rank: int) -> Tensor:
-        tokens = tokens_of(step, 0, rank)
+        tokens = toy_tokens(step, 0, rank)
         logits = model.head(model.norm(model.body(tokens[:, :-1])))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -326,22 +326,22 @@ def train_by_parts(session: Session) -> State:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            seen.append(model.body(tokens_of(step, 1, 0)).mean())
+            seen.append(model.body(toy_tokens(step, 1, 0)).mean())
     return {"what the body said": torch.stack(seen)}
 
 
 @every_plan
 def test_parts_called_by_themselves(plan: str) -> None:
-    check(train_by_parts, 4, InPartsGPT, plan=plan, local_size=2)
+    check_equals_plain(train_by_parts, 4, InPartsGPT, plan=plan, local_size=2)
 
 
 def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
     def rank(world: World) -> bool:
-        model = npuzero.zero(build(make=InPartsGPT), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(make=InPartsGPT), plan="zero3", world=world)
         with pytest.raises(TypeError):
             model.body(None)
         with torch.no_grad():
-            return bool(model.body(tokens_of(0, 0, 0)[:, :-1]).isfinite().all())
+            return bool(model.body(toy_tokens(0, 0, 0)[:, :-1]).isfinite().all())
 
     assert comm.run_threads(2, rank) == [True, True]
 
@@ -349,7 +349,7 @@ def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
 # -- methods beside forward --------------------------------------------------------------------------------------------
 
 
-class Describing(Block):
+class DescribingBlock(ToyBlock):
     """A unit with a method of its own."""
 
     def describe(self, x: Tensor) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ class EncodingGPT(ToyGPT):
     """Methods that use parameters of the root and of a unit themselves, and one that calls the other."""
 
     def __init__(self) -> None:
-        super().__init__(block=Describing)
+        super().__init__(block=DescribingBlock)
 
     def encode(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.tokens.weight) * self.scale + self.positions
@@ -381,7 +381,7 @@ def train_by_methods(session: Session) -> State:
         for micro_batch in range(2):
 
             def loss(rank: int, step: int = step, micro_batch: int = micro_batch) -> Tensor:
-                tokens = tokens_of(step, micro_batch, rank)
+                tokens = toy_tokens(step, micro_batch, rank)
                 logits = model.score(tokens[:, :-1]) if (step + micro_batch) % 2 else model(tokens[:, :-1])
                 return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -389,22 +389,22 @@ def train_by_methods(session: Session) -> State:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            seen.append(model.encode(tokens_of(step, 3, 0)[:, :-1]).mean())
+            seen.append(model.encode(toy_tokens(step, 3, 0)[:, :-1]).mean())
     return {"what encode said": torch.stack(seen)}
 
 
 @every_plan
 def test_methods_that_use_parameters_themselves(plan: str) -> None:
-    check(train_by_methods, 4, EncodingGPT, plan=plan, local_size=2)
+    check_equals_plain(train_by_methods, 4, EncodingGPT, plan=plan, local_size=2)
 
 
 def test_a_method_that_nobody_registered_is_told_how() -> None:
-    model = npuzero.zero(build(make=EncodingGPT), plan="zero3")
+    model = npuzero.zero(build_seeded_model(make=EncodingGPT), plan="zero3")
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=EncodingGPT), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(make=EncodingGPT), plan="zero3", world=world)
         with pytest.raises(npuzero.StateError, match="register_forward_method"):
-            model.encode(tokens_of(0, 0, 0)[:, :-1])
+            model.encode(toy_tokens(0, 0, 0)[:, :-1])
 
     comm.run_threads(2, rank)
     for name in ("encod", 3):
@@ -431,13 +431,13 @@ def train_a_part_at_first(session: Session) -> None:
 
 @every_plan
 def test_what_is_frozen_after_zero_is_thawed_at_any_time(plan: str) -> None:
-    check(train_a_part_at_first, 4, plan=plan, local_size=2)
+    check_equals_plain(train_a_part_at_first, 4, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_what_was_frozen_at_zero_is_told_how_to_thaw(plan: str) -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), plan=plan, world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, world=world)
         optimizer = npuzero.AdamW(model.parameters())
         model.positions.requires_grad_(True)
         model(torch.arange(12)[None]).square().mean().backward()
@@ -464,11 +464,11 @@ def test_torch_func_over_a_model_works_or_says_what_does(plan: str) -> None:
     def derivatives(model: nn.Module, parameters: dict[str, Tensor]) -> Any:
         return torch.func.grad(lambda p: torch.func.functional_call(model, p, (inputs,)).sum())(parameters)
 
-    plain = build(make=make)
+    plain = build_seeded_model(make=make)
     expected = derivatives(plain, dict(plain.named_parameters()))
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=make), plan=plan, world=world)
+        model = npuzero.zero(build_seeded_model(make=make), plan=plan, world=world)
         for found, value in zip(values(model), values(plain), strict=True):
             torch.testing.assert_close(found, value)
         if plan == "zero0":
@@ -477,7 +477,7 @@ def test_torch_func_over_a_model_works_or_says_what_does(plan: str) -> None:
         with pytest.raises(npuzero.StateError, match=r"torch\.func through unit.*full_state_dict"):
             derivatives(model, dict(model.named_parameters()))
         whole = npuzero.full_state_dict(model, rank0_only=False)  # what the error says to do
-        torch.testing.assert_close(derivatives(build(make=make), whole), expected)
+        torch.testing.assert_close(derivatives(build_seeded_model(make=make), whole), expected)
 
     comm.run_threads(2, rank)
 

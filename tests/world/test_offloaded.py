@@ -18,12 +18,12 @@ import npuzero
 from npuzero import Memory, Settings, comm
 from npuzero.comm import World
 from npuzero.errors import NpuZeroError, OutOfSpace, StateError
-from npuzero.memory import Block, Evacuation, Spaces
-from world.test_tiers import CASES, LOCAL_SIZE, PRECISIONS, SETTINGS, placed
-from world.toy import Recipe, ToyGPT, build, groups_of
+from npuzero.memory import MemorySpaces, ReleasableBuffer, SpaceOffload
+from world.test_tiers import CASES, LOCAL_SIZE, PRECISIONS, SETTINGS, placed_plan
+from world.toy import ToyGPT, TrainingRecipe, build_seeded_model, toy_param_groups
 from world.train import CutSession, Session, State, assert_same_bits, run_cut
 
-RECIPE = Recipe(steps=2, micro_batches=2, clip=0.5, groups=True)
+RECIPE = TrainingRecipe(steps=2, micro_batches=2, clip=0.5, groups=True)
 Pause = Callable[[Session], None]
 
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
 
 
-def leave(session: Session) -> None:
+def leave_and_return(session: Session) -> None:
     """Leave the device and come back, if this is npuzero."""
     with npuzero.offloaded(session.model):
         report = npuzero.report(session.model)
@@ -40,13 +40,15 @@ def leave(session: Session) -> None:
         assert sum(report.held[Memory.HOST].values()) >= report.bytes_moved["device>host"] > 0
 
 
-def stay(session: Session) -> None:
+def stay_on_device(session: Session) -> None:
     pass
 
 
-def interrupted(session: Session, pause: Pause, between: Pause, kind: Any = torch.optim.AdamW, **options: Any) -> State:
+def train_interrupted(
+    session: Session, pause: Pause, between: Pause, kind: Any = torch.optim.AdamW, **options: Any
+) -> State:
     """Train, with a pause wherever a program may have one; ``between``: also between a forward and its backward."""
-    groups = groups_of(session.model, RECIPE) if kind is torch.optim.AdamW else None
+    groups = toy_param_groups(session.model, RECIPE) if kind is torch.optim.AdamW else None
     optimizer = session.optimizer(kind, groups, lr=1e-2, **options)
     norms = []
     pause(session)
@@ -66,9 +68,9 @@ def interrupted(session: Session, pause: Pause, between: Pause, kind: Any = torc
 
 
 def assert_unmoved(size: int, kind: Any = torch.optim.AdamW, optimizer: Any = None, **options: Any) -> None:
-    scenario = partial(interrupted, kind=kind, **(optimizer or {}))
-    expected = run_cut(partial(scenario, pause=stay, between=stay), size, ToyGPT, **options)
-    found = run_cut(partial(scenario, pause=leave, between=leave), size, ToyGPT, **options)
+    scenario = partial(train_interrupted, kind=kind, **(optimizer or {}))
+    expected = run_cut(partial(scenario, pause=stay_on_device, between=stay_on_device), size, ToyGPT, **options)
+    found = run_cut(partial(scenario, pause=leave_and_return, between=leave_and_return), size, ToyGPT, **options)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 
@@ -84,7 +86,7 @@ QUICK = [
 @pytest.mark.parametrize(("plan", "precision", "size", "settings", "where"), QUICK, ids=lambda value: str(value))
 def test_no_bit_moves(plan: str, precision: str, size: int, settings: str, where: dict[str, Any] | None) -> None:
     """Between all calls: gradients are there or not, an update is under way or not, and whatever is far stays far."""
-    row = placed(plan, PRECISIONS[precision], size, **(where or {"memory": Memory.DEVICE}))
+    row = placed_plan(plan, PRECISIONS[precision], size, **(where or {"memory": Memory.DEVICE}))
     assert_unmoved(size, plan=row, settings=SETTINGS[settings])
 
 
@@ -114,11 +116,13 @@ def test_states_of_torchs_optimizers_are_counted() -> None:
     comm.run_threads(2, rank)
 
 
-def trained(world: World, stage: int | str = 3, **options: Any) -> CutSession:
-    return CutSession(build(), world, **({"stage": stage} if isinstance(stage, int) else {"plan": stage}), **options)
+def build_offloaded_session(world: World, stage: int | str = 3, **options: Any) -> CutSession:
+    return CutSession(
+        build_seeded_model(), world, **({"stage": stage} if isinstance(stage, int) else {"plan": stage}), **options
+    )
 
 
-def refused(call: Callable[[], object]) -> str:
+def refused_text(call: Callable[[], object]) -> str:
     with pytest.raises(NpuZeroError) as caught:
         call()
     assert type(caught.value) is StateError
@@ -130,7 +134,7 @@ def test_what_needs_the_state_says_so(stage: int | str, tmp_path: Path) -> None:
     """On every rank, at once; and nothing of it hurts."""
 
     def rank(world: World) -> None:
-        session = trained(world, stage)
+        session = build_offloaded_session(world, stage)
         model, optimizer = session.model, session.optimizer(torch.optim.AdamW, lr=1e-2)
         parameter = model.norm.weight
         session.loss().backward()
@@ -156,7 +160,7 @@ def test_what_needs_the_state_says_so(stage: int | str, tmp_path: Path) -> None:
         }
         with npuzero.offloaded(model):
             for name, call in calls.items():
-                text = refused(call)
+                text = refused_text(call)
                 assert "offloaded" in text and "Leave the block" in text, (name, text)
             optimizer.zero_grad()
         loss = session.loss(1)
@@ -168,7 +172,7 @@ def test_what_needs_the_state_says_so(stage: int | str, tmp_path: Path) -> None:
 
 def test_it_is_refused_where_parameters_are_in_use() -> None:
     def rank(world: World) -> None:
-        session = trained(world)
+        session = build_offloaded_session(world)
         model = session.model
 
         def enter(*_: object) -> None:
@@ -176,13 +180,13 @@ def test_it_is_refused_where_parameters_are_in_use() -> None:
                 pass
 
         with npuzero.gathered(model):
-            assert "inside npuzero.gathered()" in refused(enter)
+            assert "inside npuzero.gathered()" in refused_text(enter)
         hook = model.norm.register_forward_hook(enter)
-        assert "inside a forward" in refused(session.loss)
+        assert "inside a forward" in refused_text(session.loss)
         hook.remove()
         loss = session.loss()
         loss.grad_fn.register_prehook(enter)
-        assert "inside a backward" in refused(loss.backward)
+        assert "inside a backward" in refused_text(loss.backward)
         enter()
         session.loss().backward()
 
@@ -191,7 +195,7 @@ def test_it_is_refused_where_parameters_are_in_use() -> None:
 
 def test_blocks_within_blocks_count_as_one() -> None:
     def rank(world: World) -> None:
-        session = trained(world)
+        session = build_offloaded_session(world)
         with npuzero.offloaded(session.model):
             with npuzero.offloaded(session.model):
                 pass
@@ -203,7 +207,7 @@ def test_blocks_within_blocks_count_as_one() -> None:
 
 def test_an_exception_brings_it_back() -> None:
     def rank(world: World) -> State:
-        session = trained(world)
+        session = build_offloaded_session(world)
         before = session.state()
         with pytest.raises(ZeroDivisionError), npuzero.offloaded(session.model):
             raise ZeroDivisionError
@@ -215,7 +219,7 @@ def test_an_exception_brings_it_back() -> None:
 
 def test_a_model_may_go_inside() -> None:
     def rank(world: World) -> None:
-        session = trained(world)
+        session = build_offloaded_session(world)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         session.loss().backward()
         optimizer.step()
@@ -228,7 +232,7 @@ def test_a_model_may_go_inside() -> None:
     comm.run_threads(1, rank)
 
 
-class Counter(nn.Module):
+class SharedBufferCounter(nn.Module):
     """A module with buffers that share memory, and one that numpy holds."""
 
     def __init__(self) -> None:
@@ -247,7 +251,7 @@ class Counter(nn.Module):
 
 def test_buffers_of_modules_leave_and_can_be_used_meanwhile() -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(Counter(), world=world, stage=0)
+        model = npuzero.zero(SharedBufferCounter(), world=world, stage=0)
         own = model.all
         with npuzero.offloaded(model):
             assert own.untyped_storage().nbytes() == 0
@@ -271,10 +275,10 @@ def test_memory_goes_and_what_a_program_has_views_of_comes_back() -> None:
         optimizer.step()
         view = model.weight.detach()
         before, address = view.clone(), model.weight.data_ptr()
-        pages = resident_bytes()
+        pages = process_resident_bytes()
         with npuzero.offloaded(model):
             assert view.count_nonzero() == 0
-            assert resident_bytes() < pages + 2**20, "each byte is on the host once"
+            assert process_resident_bytes() < pages + 2**20, "each byte is on the host once"
         assert torch.equal(view, before) and model.weight.data_ptr() == address
         model(torch.ones(1, 1024)).sum().backward()
         optimizer.step()
@@ -283,7 +287,7 @@ def test_memory_goes_and_what_a_program_has_views_of_comes_back() -> None:
     comm.run_threads(1, rank)
 
 
-def resident_bytes() -> int:
+def process_resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -291,7 +295,7 @@ def test_the_limit_of_the_host_holds() -> None:
     """Nothing has moved, and training goes on."""
 
     def rank(world: World) -> None:
-        session = trained(world, settings=Settings(host_bytes=1000))
+        session = build_offloaded_session(world, settings=Settings(host_bytes=1000))
         with pytest.raises(OutOfSpace, match="host_bytes"), npuzero.offloaded(session.model):
             pass
         session.loss().backward()
@@ -305,14 +309,14 @@ def test_reports_of_steps_are_as_ever() -> None:
     """Between steps a visit to the host leaves no trace in what the next one held, sent and moved."""
 
     def rank(world: World) -> None:
-        session = trained(world)
+        session = build_offloaded_session(world)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
-            leave(session)
+            leave_and_return(session)
             session.loss(step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        report, expected = npuzero.report(session.model), npuzero.predict(build(), 3, 2)
+        report, expected = npuzero.report(session.model), npuzero.predict(build_seeded_model(), 3, 2)
         assert (report.held, report.bytes_sent, report.bytes_moved) == (
             expected.held,
             expected.bytes_sent,
@@ -325,7 +329,7 @@ def test_reports_of_steps_are_as_ever() -> None:
 
 def test_what_finds_no_room_on_the_device_stays_on_the_host() -> None:
     """And comes back when it is tried again."""
-    spaces = Spaces(torch.device("cpu"))
+    spaces = MemorySpaces(torch.device("cpu"))
     buffer = spaces[Memory.DEVICE].allocate(8, torch.float32, "states")
     buffer.copy_(torch.arange(8.0))
     full = True
@@ -334,8 +338,8 @@ def test_what_finds_no_room_on_the_device_stays_on_the_host() -> None:
         if full:
             raise OutOfSpace("memory", expected="room", got="none", do="Wait.")
 
-    block = Block("buffers", torch.arange(4, dtype=torch.uint8), lambda: block.raw.zero_(), take)
-    evacuation = Evacuation(spaces)
+    block = ReleasableBuffer("buffers", torch.arange(4, dtype=torch.uint8), lambda: block.raw.zero_(), take)
+    evacuation = SpaceOffload(spaces)
     evacuation.leave([block])
     assert spaces[Memory.DEVICE].held["states"] == 0 and evacuation.nbytes == 36
     with pytest.raises(OutOfSpace):

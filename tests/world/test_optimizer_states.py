@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 import npuzero
 from npuzero.comm import SingleWorld
-from world.toy import build
-from world.train import CutSession, PlainSession, Session, check, relative_difference
+from world.toy import build_seeded_model
+from world.train import CutSession, PlainSession, Session, check_equals_plain, relative_difference
 
 Optimizer = torch.optim.Optimizer
 
 
-def parameters(count: int = 4, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def same_shape_parameters(count: int = 4, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """Of one shape, so that nothing but its number tells one from another."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(33, generator=generator).to(dtype)) for _ in range(count)]
 
 
-def step(optimizer: Optimizer, number: int, left_out: tuple[int, ...] = ()) -> None:
+def random_gradient_step(optimizer: Optimizer, number: int, left_out: tuple[int, ...] = ()) -> None:
     """One update; those in ``left_out`` have no gradient."""
     generator = torch.Generator().manual_seed(number)
     members = [p for group in optimizer.param_groups for p in group["params"]]
@@ -36,20 +36,20 @@ def step(optimizer: Optimizer, number: int, left_out: tuple[int, ...] = ()) -> N
     optimizer.step()
 
 
-def assert_like(found: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
+def assert_parameters_close(found: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert relative_difference(mine.detach(), theirs.detach()) < 1e-6
 
 
-def by_both(program: Callable[[Any], list[nn.Parameter]]) -> None:
+def check_both_optimizers(program: Callable[[Any], list[nn.Parameter]]) -> None:
     """The program by npuzero's AdamW, and by torch's."""
-    assert_like(program(npuzero.AdamW), program(torch.optim.AdamW))
+    assert_parameters_close(program(npuzero.AdamW), program(torch.optim.AdamW))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def grouped(kind: Any, members: list[nn.Parameter]) -> Optimizer:
+def build_grouped_optimizer(kind: Any, members: list[nn.Parameter]) -> Optimizer:
     return kind([{"params": members[:2], "lr": 1e-2}, {"params": members[2:], "lr": 1e-3, "weight_decay": 0.3}])  # type: ignore[no-any-return]
 
 
@@ -58,9 +58,9 @@ def test_groups_of_equal_length_get_each_its_own_states(numbers: list[int]) -> N
     """By the numbers that the state gives them, in whatever order these are."""
 
     def program(kind: Any) -> list[nn.Parameter]:
-        before = grouped(torch.optim.AdamW, parameters())
+        before = build_grouped_optimizer(torch.optim.AdamW, same_shape_parameters())
         for number in range(5):
-            step(before, number, left_out=tuple(i for i in range(4) if number >= 2 + i))
+            random_gradient_step(before, number, left_out=tuple(i for i in range(4) if number >= 2 + i))
         saved = before.state_dict()
         saved = {
             "state": {numbers[i]: state for i, state in saved["state"].items()},
@@ -68,15 +68,15 @@ def test_groups_of_equal_length_get_each_its_own_states(numbers: list[int]) -> N
                 {**group, "params": [numbers[i] for i in group["params"]]} for group in saved["param_groups"]
             ],
         }
-        members = parameters()
-        optimizer = grouped(kind, members)
+        members = same_shape_parameters()
+        optimizer = build_grouped_optimizer(kind, members)
         optimizer.load_state_dict(saved)
         for number in range(5, 8):
-            step(optimizer, number)
+            random_gradient_step(optimizer, number)
         assert [float(state["step"]) for _, state in sorted(optimizer.state_dict()["state"].items())] == [5, 6, 7, 8]
         return members
 
-    by_both(program)
+    check_both_optimizers(program)
 
 
 # -- step counts -------------------------------------------------------------------------------------------------------
@@ -85,11 +85,11 @@ def test_groups_of_equal_length_get_each_its_own_states(numbers: list[int]) -> N
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"foreach": True}], ids=["host", "device", "foreach"])
 def test_step_counts_that_differ_stay_so_over_a_load(options: dict[str, Any]) -> None:
     def program(kind: Any) -> list[nn.Parameter]:
-        members = parameters()
+        members = same_shape_parameters()
         own = options if kind is npuzero.AdamW else {}  # torch has no capturable on the host
         optimizer = kind(members, lr=1e-2, **own)
         for number in range(4):
-            step(optimizer, number, left_out=(1,) if number else (2,))
+            random_gradient_step(optimizer, number, left_out=(1,) if number else (2,))
         for leg in range(2):
             saved = copy.deepcopy(optimizer.state_dict())
             counts = [float(state["step"]) for _, state in sorted(saved["state"].items())]
@@ -97,10 +97,10 @@ def test_step_counts_that_differ_stay_so_over_a_load(options: dict[str, Any]) ->
             optimizer = kind(members, lr=1e-2, **own)
             optimizer.load_state_dict(saved)
             for number in range(4, 7):
-                step(optimizer, number, left_out=(1,) if number == 5 else ())
+                random_gradient_step(optimizer, number, left_out=(1,) if number == 5 else ())
         return members
 
-    by_both(program)
+    check_both_optimizers(program)
 
 
 @pytest.mark.parametrize("how", ["host", "capturable", "scaler"])
@@ -108,7 +108,11 @@ def test_step_counts_that_differ_stay_so_over_a_load(options: dict[str, Any]) ->
 @pytest.mark.parametrize("later", [3, 0])
 def test_going_back_to_a_state_goes_back_in_steps(plan: str | None, how: str, later: int) -> None:
     """The optimizer that loads has counted on, wherever it counts; what it counted is no part of the state."""
-    session: Session = PlainSession(build(), [0], 1) if plan is None else CutSession(build(), SingleWorld(), plan=plan)
+    session: Session = (
+        PlainSession(build_seeded_model(), [0], 1)
+        if plan is None
+        else CutSession(build_seeded_model(), SingleWorld(), plan=plan)
+    )
     optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2, capturable=how == "capturable")
     scaler = npuzero.LossScaler(init_scale=16.0, enabled=how == "scaler")
 
@@ -135,7 +139,7 @@ def test_going_back_to_a_state_goes_back_in_steps(plan: str | None, how: str, la
 # -- masters in halves -------------------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
+class ScalarScaledLinear(nn.Module):
     """Of one parameter without dimensions, whose states look like the numbers beside them."""
 
     def __init__(self) -> None:
@@ -165,7 +169,7 @@ def test_numbers_beside_the_states_of_a_scalar_come_back(plan: str, name: str) -
             optimizer.step()
             optimizer.zero_grad()
 
-    check(scenario, 3, Scaled, plan=plan)
+    check_equals_plain(scenario, 3, ScalarScaledLinear, plan=plan)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
@@ -173,10 +177,10 @@ def test_numbers_beside_the_states_of_a_scalar_come_back(plan: str, name: str) -
 def test_a_state_has_all_bits_of_masters(masters: str, moments: str) -> None:
     """Also the halves that parameters lack: who loads them and the parameters goes on to the bit."""
     options = {"lr": 1e-3, "masters": masters, "moments": moments, "seed": 1}
-    members, others = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    members, others = same_shape_parameters(dtype=torch.bfloat16), same_shape_parameters(dtype=torch.bfloat16)
     optimizer, again = npuzero.AdamW(members, **options), npuzero.AdamW(others, **options)
     for number in range(3):
-        step(optimizer, number)
+        random_gradient_step(optimizer, number)
     saved = copy.deepcopy(optimizer.state_dict())
     assert any(not torch.equal(state["master"], state["master"].bfloat16()) for state in saved["state"].values())
     again.load_state_dict(saved)
@@ -185,7 +189,7 @@ def test_a_state_has_all_bits_of_masters(masters: str, moments: str) -> None:
             p.copy_(q)
     for number in range(3, 6):
         for each in (optimizer, again):
-            step(each, number)
+            random_gradient_step(each, number)
     for p, q in zip(members, others, strict=True):
         assert torch.equal(p, q)
     for mine, theirs in zip(
@@ -207,7 +211,7 @@ def test_each_of_two_optimizers_under_one_scaler_decides_for_itself(
     outcomes = []
     kinds: tuple[Any, ...] = (npuzero.AdamW, npuzero.LossScaler), (torch.optim.AdamW, torch.amp.GradScaler)
     for kind, scaling in kinds:
-        members = parameters(2)
+        members = same_shape_parameters(2)
         own = options if kind is npuzero.AdamW else {}
         optimizers = [kind([p], lr=1e-2, **own) for p in members]
         scaler = scaling("cpu", init_scale=16.0, growth_interval=2)
@@ -231,4 +235,4 @@ def test_each_of_two_optimizers_under_one_scaler_decides_for_itself(
         outcomes.append((members, scales))
     (mine, my_scales), (theirs, their_scales) = outcomes
     assert my_scales == their_scales
-    assert_like(mine, theirs)
+    assert_parameters_close(mine, theirs)

@@ -14,18 +14,18 @@ from torch import nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from world.toy import EPS, Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
+from world.toy import EPS, ToyGPT, TrainingRecipe, build_seeded_model, toy_loss, toy_param_groups, toy_tokens
 from world.train import (
     CutSession,
     PlainSession,
     Session,
     State,
-    assert_close,
     assert_same_bits,
-    check,
+    assert_states_close,
+    check_equals_plain,
     relative_difference,
     run_cut,
-    train,
+    train_by_recipe,
 )
 
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
@@ -60,14 +60,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def steps(session: Session, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def run_optimizer_steps(session: Session, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
         session.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def kinds(*names: str) -> pytest.MarkDecorator:
+def parametrize_kinds(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", names)
 
 
@@ -81,7 +81,7 @@ def kinds(*names: str) -> pytest.MarkDecorator:
 def test_optimizers(kind: str, fused: bool, plan: str) -> None:
     if fused and kind not in FUSED:
         pytest.skip("has no fused form")
-    check(_training_by(kind, fused), 4, plan=plan, local_size=2)
+    check_equals_plain(_training_by(kind, fused), 4, plan=plan, local_size=2)
 
 
 _scenarios: dict[tuple[str, bool], Callable[[Session], State]] = {}
@@ -111,17 +111,17 @@ def one_cycle(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
     for step in range(5):
-        steps(session, optimizer, step, step + 1)
+        run_optimizer_steps(session, optimizer, step, step + 1)
         schedule.step()
     return optimizer_state(optimizer)
 
 
 def warm_up(session: Session) -> State:
-    params = groups_of(session.model, Recipe(groups=True))
+    params = toy_param_groups(session.model, TrainingRecipe(groups=True))
     optimizer = session.optimizer(torch.optim.SGD, params, lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: step / 4, lambda step: 0.5**step])
     for step in range(4):
-        steps(session, optimizer, step, step + 1)
+        run_optimizer_steps(session, optimizer, step, step + 1)
         schedule.step()
     return optimizer_state(optimizer)
 
@@ -146,9 +146,9 @@ def a_group_that_is_added(session: Session) -> State:
     inner = [p for name, p in session.model.named_parameters() if name.startswith("blocks")]
     outer = [p for name, p in session.model.named_parameters() if not name.startswith("blocks")]
     optimizer = session.optimizer(torch.optim.AdamW, inner, lr=1e-2)
-    steps(session, optimizer, 0, 2)
+    run_optimizer_steps(session, optimizer, 0, 2)
     optimizer.add_param_group({"params": outer, "lr": 1e-3, "weight_decay": 0.0})
-    steps(session, optimizer, 2, 4)
+    run_optimizer_steps(session, optimizer, 2, 4)
     return optimizer_state(optimizer)
 
 
@@ -156,9 +156,9 @@ def a_group_that_is_added_to_sgd(session: Session) -> State:
     inner = [p for name, p in session.model.named_parameters() if name.startswith("blocks")]
     outer = [p for name, p in session.model.named_parameters() if not name.startswith("blocks")]
     optimizer = session.optimizer(torch.optim.SGD, inner, lr=1e-1, momentum=0.9)
-    steps(session, optimizer, 0, 2)
+    run_optimizer_steps(session, optimizer, 0, 2)
     optimizer.add_param_group({"params": outer, "lr": 1e-2})
-    steps(session, optimizer, 2, 4)
+    run_optimizer_steps(session, optimizer, 2, 4)
     return optimizer_state(optimizer)
 
 
@@ -176,33 +176,35 @@ def a_part_of_the_model(session: Session) -> State:
 
 def a_learning_rate_that_is_a_tensor(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=torch.tensor(1e-2))
-    steps(session, optimizer, 0, 2)
+    run_optimizer_steps(session, optimizer, 0, 2)
     optimizer.param_groups[0]["lr"].fill_(1e-3)
-    steps(session, optimizer, 2, 4)
+    run_optimizer_steps(session, optimizer, 2, 4)
     return {}
 
 
 def saved_and_loaded(session: Session) -> State:
     """Go on, go back to what was saved, go on again."""
-    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, Recipe(groups=True)), lr=1e-2)
-    steps(session, optimizer, 0, 2)
+    optimizer = session.optimizer(
+        torch.optim.AdamW, toy_param_groups(session.model, TrainingRecipe(groups=True)), lr=1e-2
+    )
+    run_optimizer_steps(session, optimizer, 0, 2)
     weights, states = session.state(), copy.deepcopy(optimizer.state_dict())
-    steps(session, optimizer, 2, 4)
+    run_optimizer_steps(session, optimizer, 2, 4)
     session.load(weights)
-    again = session.optimizer(torch.optim.AdamW, groups_of(session.model, Recipe(groups=True)), lr=0.5)
+    again = session.optimizer(torch.optim.AdamW, toy_param_groups(session.model, TrainingRecipe(groups=True)), lr=0.5)
     again.load_state_dict(states)
-    steps(session, again, 4, 6)
+    run_optimizer_steps(session, again, 4, 6)
     return optimizer_state(again)
 
 
 def saved_and_loaded_sgd(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.SGD, lr=1e-1, momentum=0.9)
-    steps(session, optimizer, 0, 2)
+    run_optimizer_steps(session, optimizer, 0, 2)
     weights, states = session.state(), copy.deepcopy(optimizer.state_dict())
-    steps(session, optimizer, 2, 4)
+    run_optimizer_steps(session, optimizer, 2, 4)
     session.load(weights)
     optimizer.load_state_dict(states)
-    steps(session, optimizer, 4, 6)
+    run_optimizer_steps(session, optimizer, 4, 6)
     return optimizer_state(optimizer)
 
 
@@ -212,7 +214,7 @@ def hooks_of_an_optimizer(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: called.append(1.0))
     optimizer.register_step_post_hook(lambda *_: called.append(2.0))
-    steps(session, optimizer, 0, 2)
+    run_optimizer_steps(session, optimizer, 0, 2)
     return {"called": torch.tensor(called)}
 
 
@@ -234,7 +236,7 @@ SCENARIOS = (
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_schedules_groups_and_states(scenario: Callable[[Session], State], plan: str) -> None:
-    check(scenario, 4, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, plan=plan, local_size=2)
 
 
 # -- a state may move between torch and npuzero ------------------------------------------------------------------------
@@ -245,23 +247,23 @@ def test_training_moves_to_torch_and_back(plan: str) -> None:
     """Two steps here, two by plain torch from the saved state, two here again."""
 
     def moving(world: World) -> State:
-        session = CutSession(build(), world, plan=plan, local_size=2)
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
-        steps(session, optimizer, 0, 2)
-        plain = PlainSession(build(seed=1), range(world.size), world.size)
+        run_optimizer_steps(session, optimizer, 0, 2)
+        plain = PlainSession(build_seeded_model(seed=1), range(world.size), world.size)
         theirs = plain.optimizer(torch.optim.AdamW, lr=1.0)
         plain.load(session.state())
         theirs.load_state_dict(optimizer.state_dict())
-        steps(plain, theirs, 2, 4)
+        run_optimizer_steps(plain, theirs, 2, 4)
         session.load(plain.state())
         optimizer.load_state_dict(theirs.state_dict())
-        steps(session, optimizer, 4, 6)
+        run_optimizer_steps(session, optimizer, 4, 6)
         return session.state()
 
     state = comm.run_threads(4, moving)[0]
-    expected = PlainSession(build(), range(4), 4)
-    steps(expected, expected.optimizer(torch.optim.AdamW, lr=1e-2), 0, 6)
-    assert_close(state, expected.state())
+    expected = PlainSession(build_seeded_model(), range(4), 4)
+    run_optimizer_steps(expected, expected.optimizer(torch.optim.AdamW, lr=1e-2), 0, 6)
+    assert_states_close(state, expected.state())
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -270,7 +272,7 @@ def test_an_optimizer_may_be_built_before_the_model_is_cut(plan: str, kind: str)
     optimizer_class, options = KINDS[kind]
 
     def early(world: World) -> State:
-        model = build()
+        model = build_seeded_model()
         fused = npuzero.Adam if kind == "Adam" else None
         optimizer = (
             fused(model.parameters(), **options)
@@ -279,14 +281,14 @@ def test_an_optimizer_may_be_built_before_the_model_is_cut(plan: str, kind: str)
         )
         npuzero.zero(model, plan=plan, local_size=2, world=world)
         for step in range(3):
-            loss_of(model, tokens_of(step, 0, world.rank)).backward()
+            toy_loss(model, toy_tokens(step, 0, world.rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return npuzero.full_state_dict(model, rank0_only=False)
 
-    expected = PlainSession(build(), range(4), 4)
-    steps(expected, optimizer_class(expected.model.parameters(), **options), 0, 3)
-    assert_close(comm.run_threads(4, early)[0], expected.state())
+    expected = PlainSession(build_seeded_model(), range(4), 4)
+    run_optimizer_steps(expected, optimizer_class(expected.model.parameters(), **options), 0, 3)
+    assert_states_close(comm.run_threads(4, early)[0], expected.state())
 
 
 # -- without zero(): a drop-in for torch's -----------------------------------------------------------------------------
@@ -305,13 +307,15 @@ def test_torchs_optimizers_train_low_precision_by_masters(plan: str) -> None:
     """As npuzero's own form does, up to the rounding of masters."""
 
     def trained(fused: bool) -> Callable[[Session], None]:
-        return lambda session: steps(session, session.optimizer(torch.optim.AdamW, lr=0.1, fused=fused), 0, 1)
+        return lambda session: run_optimizer_steps(
+            session, session.optimizer(torch.optim.AdamW, lr=0.1, fused=fused), 0, 1
+        )
 
     over_shards, own = (
         run_cut(trained(fused), 2, plan=plan, local_size=1, precision="bf16")[0] for fused in (False, True)
     )
-    assert_close(over_shards, own, 2.0**-7)
-    before = build().tokens.weight.detach().bfloat16()
+    assert_states_close(over_shards, own, 2.0**-7)
+    before = build_seeded_model().tokens.weight.detach().bfloat16()
     assert relative_difference(over_shards["tokens.weight"], before) > 2.0**-7
 
 
@@ -320,15 +324,15 @@ def test_torchs_optimizers_train_low_precision_by_masters(plan: str) -> None:
 def test_drop_in(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
     outcomes = []
     for optimizer_class in (ours, theirs):
-        session = PlainSession(build(), range(2), 2)
-        optimizer = optimizer_class(groups_of(session.model, Recipe(groups=True)), **options)
-        steps(session, optimizer, 0, 4)
+        session = PlainSession(build_seeded_model(), range(2), 2)
+        optimizer = optimizer_class(toy_param_groups(session.model, TrainingRecipe(groups=True)), **options)
+        run_optimizer_steps(session, optimizer, 0, 4)
         saved = optimizer.state_dict()
-        optimizer = optimizer_class(groups_of(session.model, Recipe(groups=True)), **options)
+        optimizer = optimizer_class(toy_param_groups(session.model, TrainingRecipe(groups=True)), **options)
         optimizer.load_state_dict(saved)
-        steps(session, optimizer, 4, 6)
+        run_optimizer_steps(session, optimizer, 4, 6)
         outcomes.append(session.state() | optimizer_state(optimizer))
-    assert_close(*outcomes)
+    assert_states_close(*outcomes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -435,9 +439,9 @@ def test_a_copy_goes_on_like_the_optimizer(copied: Callable[[Any], Any], options
 
 
 def test_training_in_a_plain_world_needs_no_zero() -> None:
-    session = PlainSession(build(), [0], 1)
+    session = PlainSession(build_seeded_model(), [0], 1)
     ours = npuzero.AdamW(session.model.parameters(), lr=1e-2, eps=EPS)
-    steps(session, ours, 0, 3)
-    reference = PlainSession(build(make=ToyGPT), [0], 1)
-    train(reference, Recipe(steps=3))
-    assert_close(session.state(), reference.state())
+    run_optimizer_steps(session, ours, 0, 3)
+    reference = PlainSession(build_seeded_model(make=ToyGPT), [0], 1)
+    train_by_recipe(reference, TrainingRecipe(steps=3))
+    assert_states_close(session.state(), reference.state())

@@ -19,9 +19,9 @@ from npuzero import Settings, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from npuzero.plan import OFFLOADED, THINNED, FlatSize, Placement, Plan, Step, flattened, steady_step
-from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
-from world.toy import Recipe, build
+from npuzero.plan import OFFLOADED, THINNED, FlatSize, Placement, Plan, StepSpec, flatten_moves, steady_step
+from npuzero.plan.moves import ComputePass, LaunchReduction, Move, StartCollective, WaitCollective
+from world.toy import TrainingRecipe, build_seeded_model
 from world.train import CutSession
 
 #: What happened, and to which unit.
@@ -30,14 +30,14 @@ BLOCKS = [f"blocks.{i}" for i in range(3)]
 UNITS = ["root", *BLOCKS]
 
 
-def happenings(plan: str, steps: int = 3, **settings: object) -> list[list[Happening]]:
+def step_events(plan: str, steps: int = 3, **settings: object) -> list[list[Happening]]:
     """Per step, what rank 0 of two did, in order. A span counts as of its beginning."""
 
     def mark(what: str, name: str) -> Callable[..., None]:
         return lambda *_: observe.instant(what, name)
 
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=plan, local_size=2, settings=Settings(**settings))
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=2, settings=Settings(**settings))
         for name, block in session.model.blocks.named_children():
             block.register_forward_pre_hook(mark("forward begins", f"blocks.{name}"))
             block.register_forward_hook(mark("forward ends", f"blocks.{name}"), prepend=True)
@@ -65,100 +65,109 @@ def happenings(plan: str, steps: int = 3, **settings: object) -> list[list[Happe
     return [order[begin:end] for begin, end in pairwise(starts)]
 
 
-def at(order: list[Happening], what: str, name: str, after: int = -1) -> int:
+def find_event(order: list[Happening], what: str, name: str, after: int = -1) -> int:
     """Place of a happening behind ``after``."""
     assert (what, name) in order[after + 1 :], f"no {what} {name} in {order[after + 1 :]}"
     return order.index((what, name), after + 1)
 
 
-def launched(order: list[Happening]) -> list[str]:
+def launched_reductions(order: list[Happening]) -> list[str]:
     """Units whose gradients' reductions are launched, in order."""
     return [name.partition("[")[0] for what, name in order if what == "launch reduction"]
 
 
 def during_backward(order: list[Happening]) -> list[Happening]:
-    return order[at(order, "backward", "begins") : at(order, "backward", "ends")]
+    return order[find_event(order, "backward", "begins") : find_event(order, "backward", "ends")]
 
 
 @pytest.mark.parametrize("plan", ["zero3", "hpz", "hsdp"])
 def test_the_next_unit_is_gathered_while_the_present_one_computes(plan: str) -> None:
-    order = happenings(plan)[1]
-    backward = at(order, "backward", "begins")
+    order = step_events(plan)[1]
+    backward = find_event(order, "backward", "begins")
     for present, following in pairwise(BLOCKS):
-        ahead = at(order, "prefetch", following)
-        assert ahead < at(order, "forward ends", present) < at(order, "forward begins", following) < backward
-        ahead = at(order, "prefetch", present, backward)
-        assert ahead < at(order, "backward within", following, backward)
-        assert ahead < at(order, "backward within", present, backward)
+        ahead = find_event(order, "prefetch", following)
+        assert (
+            ahead
+            < find_event(order, "forward ends", present)
+            < find_event(order, "forward begins", following)
+            < backward
+        )
+        ahead = find_event(order, "prefetch", present, backward)
+        assert ahead < find_event(order, "backward within", following, backward)
+        assert ahead < find_event(order, "backward within", present, backward)
 
 
 def test_the_first_forward_has_no_forecast_but_its_backward_has() -> None:
-    order = happenings("zero3", steps=1)[0]
-    backward = at(order, "backward", "begins")
+    order = step_events("zero3", steps=1)[0]
+    backward = find_event(order, "backward", "begins")
     assert not [name for what, name in order[:backward] if what == "prefetch"]
     assert [name for what, name in order[backward:] if what == "prefetch"][:3] == ["blocks.2", "blocks.1", "blocks.0"]
 
 
 @pytest.mark.parametrize("settings", [{"overlap": False}, {"prefetch": 0}], ids=["no overlap", "prefetch=0"])
 def test_without_overlap_nothing_is_gathered_ahead(settings: dict[str, object]) -> None:
-    for order in happenings("zero3", **settings):
+    for order in step_events("zero3", **settings):
         assert not [name for what, name in order if what == "prefetch"]
         assert {name for what, name in order if what == "wait for gather"} == set(UNITS)
 
 
 def test_prefetch_2_gathers_two_ahead() -> None:
-    order = happenings("zero3", prefetch=2)[1]
-    assert at(order, "prefetch", "blocks.2") < at(order, "forward ends", "blocks.0")
+    order = step_events("zero3", prefetch=2)[1]
+    assert find_event(order, "prefetch", "blocks.2") < find_event(order, "forward ends", "blocks.0")
 
 
 @pytest.mark.parametrize("plan", ["zero2", "zero3", "hpz", "hsdp"])
 def test_cut_gradients_are_reduced_inside_every_backward(plan: str) -> None:
-    for order in happenings(plan):
+    for order in step_events(plan):
         inside = during_backward(order)
-        assert list(dict.fromkeys(launched(inside))) == [*reversed(BLOCKS), "root"], "backward's own order"
+        assert list(dict.fromkeys(launched_reductions(inside))) == [*reversed(BLOCKS), "root"], "backward's own order"
         # The last block's goes out before autograd has come to the first one.
         first = next(i for i, (what, _) in enumerate(inside) if what == "launch reduction")
-        assert first < at(inside, "backward within", "blocks.0")
+        assert first < find_event(inside, "backward within", "blocks.0")
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5"])
 def test_whole_gradients_are_reduced_inside_backward_once_it_is_known_to_be_the_last(plan: str) -> None:
-    first, *later = happenings(plan)
-    assert not launched(during_backward(first)) and set(launched(first)) == set(UNITS)
+    first, *later = step_events(plan)
+    assert not launched_reductions(during_backward(first)) and set(launched_reductions(first)) == set(UNITS)
     for order in later:
         inside = during_backward(order)
-        assert set(launched(inside)) == set(UNITS) and launched(inside) == launched(order)
-        assert at(inside, "launch reduction", "blocks.2[0]") < at(inside, "backward within", "blocks.0")
+        assert set(launched_reductions(inside)) == set(UNITS) and launched_reductions(inside) == launched_reductions(
+            order
+        )
+        assert find_event(inside, "launch reduction", "blocks.2[0]") < find_event(inside, "backward within", "blocks.0")
 
 
 def test_overlap_decides_when_a_reduction_ends_and_not_where_it_stands() -> None:
     """What is summed together must not depend on it: that would move bits."""
-    for order, alone in zip(happenings("zero1"), happenings("zero1", overlap=False), strict=True):
-        assert launched(during_backward(order)) == launched(during_backward(alone))
-        assert launched(order) == launched(alone)
+    for order, alone in zip(step_events("zero1"), step_events("zero1", overlap=False), strict=True):
+        assert launched_reductions(during_backward(order)) == launched_reductions(during_backward(alone))
+        assert launched_reductions(order) == launched_reductions(alone)
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2"])
 def test_the_gather_after_the_update_is_awaited_by_the_next_forward(plan: str) -> None:
-    first, *later = happenings(plan)
+    first, *later = step_events(plan)
     assert not [name for what, name in first if what == "wait for restore"]
     for order in later:
         assert [name for what, name in order if what == "wait for restore"] == UNITS
         for earlier, unit in pairwise(BLOCKS):
-            awaited = at(order, "wait for restore", unit)
-            assert at(order, "forward ends", earlier) < awaited < at(order, "forward begins", unit), "no sooner"
+            awaited = find_event(order, "wait for restore", unit)
+            assert find_event(order, "forward ends", earlier) < awaited < find_event(order, "forward begins", unit), (
+                "no sooner"
+            )
 
 
 def test_without_overlap_the_update_ends_with_its_gather() -> None:
-    for order in happenings("zero1", overlap=False):
-        ended = at(order, "backward", "ends")
+    for order in step_events("zero1", overlap=False):
+        ended = find_event(order, "backward", "ends")
         assert [name for what, name in order[ended:] if what == "wait for restore"] == UNITS
         assert not [name for what, name in order[:ended] if what == "wait for restore"]
 
 
 def test_every_preset_reduces_each_flat_once_a_step() -> None:
     for plan in npuzero.PRESETS:
-        for order in happenings(plan, steps=2):
+        for order in step_events(plan, steps=2):
             flats = [name for what, name in order if what == "launch reduction"]
             assert len(flats) == len(set(flats)), plan
 
@@ -168,20 +177,22 @@ Trace = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTraces:
     """A steady step of rank 0: what its engine did, and the same by the schedule."""
 
     done: Trace
     scheduled: Trace
 
 
-def steady(plan: str, recipe: Recipe, between: Placement | None = None, **settings: object) -> Compared:
+def compare_steady_step(
+    plan: str, recipe: TrainingRecipe, between: Placement | None = None, **settings: object
+) -> ComparedTraces:
     """The last of three steps on 2 x 2 ranks."""
     chosen = Settings(**settings)
     row = replace(Plan.preset(plan, precision="bf16", local_size=2), between=between)
 
     def rank(world: World) -> Trace:
-        session = CutSession(build(), world, plan=row, settings=chosen)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=chosen)
         for name, block in session.model.blocks.named_children():
             block.register_forward_pre_hook(lambda *_, name=name: observe.instant("forward", f"blocks.{name}"))
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -200,7 +211,7 @@ def steady(plan: str, recipe: Recipe, between: Placement | None = None, **settin
             for unit in engine.units
             for flat in unit.flats
         ]
-        how = Step(
+        how = StepSpec(
             sum(parameter.requires_grad for parameter in session.model.parameters()),
             recipe.micro_batches,
             chosen.prefetch,
@@ -208,7 +219,7 @@ def steady(plan: str, recipe: Recipe, between: Placement | None = None, **settin
             chosen.overlaps_parameters,
             recipe.clip is not None,
         )
-        found = told(steady_step(flats, row, mesh.shape, how), mesh) if world.rank == 0 else []
+        found = schedule_trace(steady_step(flats, row, mesh.shape, how), mesh) if world.rank == 0 else []
         session.state()
         return found
 
@@ -217,10 +228,10 @@ def steady(plan: str, recipe: Recipe, between: Placement | None = None, **settin
     events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
     events.sort(key=lambda event: event.begin_s if isinstance(event, Span) else event.at_s)
     begin, end = (i for i, event in enumerate(events) if event.category == "step" and event.name in ("2", "none"))
-    return Compared([trace for event in events[begin:end] for trace in seen(event)], scheduled)
+    return ComparedTraces([trace for event in events[begin:end] for trace in trace_of_event(event)], scheduled)
 
 
-def seen(event: Span | Instant) -> Trace:
+def trace_of_event(event: Span | Instant) -> Trace:
     """An event of the engine's as a move."""
     facts = event.facts
     if event.category == "start":
@@ -232,20 +243,20 @@ def seen(event: Span | Instant) -> Trace:
     return [("launch", event.name.partition("[")[0])] if event.category == "launch reduction" else []
 
 
-def told(moves: list[Move], mesh: Mesh) -> Trace:
+def schedule_trace(moves: list[Move], mesh: Mesh) -> Trace:
     """The moves of a schedule that leave an event."""
     found: Trace = []
-    for move in flattened(moves):
-        if isinstance(move, Start):
+    for move in flatten_moves(moves):
+        if isinstance(move, StartCollective):
             said = move.collective
             channel = said.purpose.channel
             who = UNITS[said.unit] if channel != "control" else "all"
             found += [("start", said.verb, channel, mesh.ranks(said.axes), said.nbytes, who)] * move.count
-        elif isinstance(move, Wait) and move.purpose.channel in ("gather", "restore"):
+        elif isinstance(move, WaitCollective) and move.purpose.channel in ("gather", "restore"):
             found.append((f"wait for {move.purpose.value}", UNITS[move.unit]))
-        elif isinstance(move, Launch):
+        elif isinstance(move, LaunchReduction):
             found.append(("launch", UNITS[move.unit]))
-        elif isinstance(move, Compute) and move.unit and not move.backward:
+        elif isinstance(move, ComputePass) and move.unit and not move.backward:
             found.append(("forward", UNITS[move.unit]))
     return found
 
@@ -258,7 +269,7 @@ def told(moves: list[Move], mesh: Mesh) -> Trace:
     [True, False, *(pytest.param(only, marks=pytest.mark.slow) for only in ("gradients", "parameters"))],
 )
 def test_the_engine_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
-    step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap)
+    step = compare_steady_step(plan, TrainingRecipe(micro_batches=micro_batches, clip=0.5), overlap=overlap)
     assert step.done == step.scheduled
 
 
@@ -270,11 +281,11 @@ def test_the_engine_keeps_to_the_schedule(plan: str, micro_batches: int, overlap
 def test_what_stays_between_micro_batches_keeps_to_the_schedule(
     plan: str, between: tuple[str, ...], micro_batches: int, overlap: bool
 ) -> None:
-    step = steady(plan, Recipe(micro_batches=micro_batches), Placement(between), overlap=overlap)
+    step = compare_steady_step(plan, TrainingRecipe(micro_batches=micro_batches), Placement(between), overlap=overlap)
     assert step.done == step.scheduled
 
 
-def apart(trace: Trace) -> tuple[Trace, Counter[tuple[object, ...]]]:
+def split_restores(trace: Trace) -> tuple[Trace, Counter[tuple[object, ...]]]:
     """What has its place, and R4's starts, which have none where the update runs beside the next forward."""
     late = [happened for happened in trace if happened[:3] == ("start", "all_gather", "restore")]
     return [happened for happened in trace if happened not in late], Counter(late)
@@ -289,22 +300,24 @@ def test_what_rests_off_the_device_keeps_to_the_schedule(
     plan: str, micro_batches: int, overlap: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
-    step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap, chunk_bytes=8192)
-    assert apart(step.done) == apart(step.scheduled)
+    step = compare_steady_step(
+        plan, TrainingRecipe(micro_batches=micro_batches, clip=0.5), overlap=overlap, chunk_bytes=8192
+    )
+    assert split_restores(step.done) == split_restores(step.scheduled)
 
 
 @pytest.mark.parametrize("settings", [{"prefetch": 0}, {"prefetch": 2}, {"bucket_bytes": 1024}], ids=str)
 @pytest.mark.parametrize("plan", ["zero3", "hpz", "zero1.5"])
 def test_the_schedule_follows_the_settings(plan: str, settings: dict[str, object]) -> None:
-    step = steady(plan, Recipe(micro_batches=2), **settings)
+    step = compare_steady_step(plan, TrainingRecipe(micro_batches=2), **settings)
     assert step.done == step.scheduled
 
 
 def test_disks_are_read_a_unit_further_ahead_than_gathers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
-    order = happenings("infinity")[1]
-    backward = at(order, "backward", "begins")
-    read, gathered = (at(order, what, "blocks.0", backward) for what in ("read", "prefetch"))
-    assert read < at(order, "backward within", "blocks.2", backward) < gathered
+    order = step_events("infinity")[1]
+    backward = find_event(order, "backward", "begins")
+    read, gathered = (find_event(order, what, "blocks.0", backward) for what in ("read", "prefetch"))
+    assert read < find_event(order, "backward within", "blocks.2", backward) < gathered
     reads = Counter(name for what, name in order if what == "read")
     assert reads == dict.fromkeys(UNITS, 2), "once for forward and once for backward"

@@ -11,17 +11,17 @@ from torch import nn
 
 import npuzero
 from npuzero import Settings
-from world.toy import Block, Recipe, build
-from world.train import State, assert_close, assert_same_bits, run_cut, run_plain, train
+from world.toy import ToyBlock, TrainingRecipe, build_seeded_model
+from world.train import State, assert_same_bits, assert_states_close, run_cut, run_plain, train_by_recipe
 
 #: Ranks, and how many of them share a group: all shapes a mesh can have.
 LOCAL_SIZE = {2: 1, 3: 3, 4: 2, 8: 4}
 SIZES = [pytest.param(size, marks=() if size in (2, 4) else pytest.mark.slow) for size in LOCAL_SIZE]
 
-ONE = Recipe(steps=4)
-CLIPPED = Recipe(steps=3, clip=0.5, groups=True)
-FOUR = Recipe(steps=2, micro_batches=4, clip=0.5, groups=True)
-LONG = (Recipe(steps=10), Recipe(steps=10, micro_batches=4, clip=0.5, groups=True))
+ONE = TrainingRecipe(steps=4)
+CLIPPED = TrainingRecipe(steps=3, clip=0.5, groups=True)
+FOUR = TrainingRecipe(steps=2, micro_batches=4, clip=0.5, groups=True)
+LONG = (TrainingRecipe(steps=10), TrainingRecipe(steps=10, micro_batches=4, clip=0.5, groups=True))
 
 #: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
 QUICK = ("zero1", "zero3", "hpz", "hsdp")
@@ -36,14 +36,14 @@ ONE_LEVEL = (*STAGES, "zero3-keep", "hpz")
 
 
 @cache
-def expected(recipe: Recipe, size: int) -> State:
-    return run_plain(partial(train, recipe=recipe), size)
+def plain_parity(recipe: TrainingRecipe, size: int) -> State:
+    return run_plain(partial(train_by_recipe, recipe=recipe), size)
 
 
 @cache
-def trained(plan: str, recipe: Recipe, size: int, **options: Any) -> State:
+def train_parity(plan: str, recipe: TrainingRecipe, size: int, **options: Any) -> State:
     """Rank 0's outcome; every rank has the same."""
-    states = run_cut(partial(train, recipe=recipe), size, plan=plan, local_size=LOCAL_SIZE[size], **options)
+    states = run_cut(partial(train_by_recipe, recipe=recipe), size, plan=plan, local_size=LOCAL_SIZE[size], **options)
     for state in states[1:]:
         assert_same_bits(state, states[0])
     return states[0]
@@ -52,40 +52,42 @@ def trained(plan: str, recipe: Recipe, size: int, **options: Any) -> State:
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", [ONE, FOUR], ids=["one micro-batch", "four, clipped, two groups"])
-def test_training_equals_plain_torch(plan: str, size: int, recipe: Recipe) -> None:
-    assert_close(trained(plan, recipe, size), expected(recipe, size))
+def test_training_equals_plain_torch(plan: str, size: int, recipe: TrainingRecipe) -> None:
+    assert_states_close(train_parity(plan, recipe, size), plain_parity(recipe, size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", LONG, ids=["one micro-batch", "four, clipped, two groups"])
-def test_ten_steps_equal_plain_torch(plan: str, size: int, recipe: Recipe) -> None:
-    assert_close(trained(plan, recipe, size), expected(recipe, size))
+def test_ten_steps_equal_plain_torch(plan: str, size: int, recipe: TrainingRecipe) -> None:
+    assert_states_close(train_parity(plan, recipe, size), plain_parity(recipe, size))
 
 
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 def test_what_does_not_train_keeps_its_bits(plan: str) -> None:
     """Frozen parameters, and one that no forward uses: it has no gradient, so not even weight decay touches it."""
-    before = {name: value.detach() for name, value in build().state_dict().items()}
+    before = {name: value.detach() for name, value in build_seeded_model().state_dict().items()}
     still = ("positions", "blocks.1.norm.weight", "blocks.1.norm.bias", "unused")
-    after = trained(plan, ONE, 4)
+    after = train_parity(plan, ONE, 4)
     assert_same_bits({name: after[name] for name in still}, {name: before[name] for name in still})
-    trains = [name for name, parameter in build().named_parameters() if name not in still and parameter.numel()]
+    trains = [
+        name for name, parameter in build_seeded_model().named_parameters() if name not in still and parameter.numel()
+    ]
     assert not [name for name in trains if torch.equal(after[name], before[name])], "these should have moved"
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", [ONE, CLIPPED], ids=["plain", "clipped, two groups"])
-def test_stages_give_the_same_bits(size: int, recipe: Recipe) -> None:
+def test_stages_give_the_same_bits(size: int, recipe: TrainingRecipe) -> None:
     for plan in ONE_LEVEL[1:]:
-        assert_same_bits(trained(plan, recipe, size), trained(ONE_LEVEL[0], recipe, size))
+        assert_same_bits(train_parity(plan, recipe, size), train_parity(ONE_LEVEL[0], recipe, size))
 
 
 def test_with_several_micro_batches_the_bits_depend_on_when_gradients_are_reduced_alone() -> None:
     for at_the_end, after_each in (("zero0", "zero2"), ("zero1", "zero3"), ("zero1", "zero3-keep"), ("zero1", "hpz")):
-        assert_same_bits(trained(at_the_end, FOUR, 4), trained("zero0", FOUR, 4))
-        assert_same_bits(trained(after_each, FOUR, 4), trained("zero2", FOUR, 4))
+        assert_same_bits(train_parity(at_the_end, FOUR, 4), train_parity("zero0", FOUR, 4))
+        assert_same_bits(train_parity(after_each, FOUR, 4), train_parity("zero2", FOUR, 4))
 
 
 #: Overlap, how far ahead is gathered, and how many bytes travel together: each parameter alone, a few, all of a unit.
@@ -100,7 +102,7 @@ SETTINGS = (
 @pytest.mark.parametrize("plan", PLANS)
 def test_settings_change_no_bit(plan: str) -> None:
     for settings in SETTINGS:
-        assert_same_bits(trained(plan, FOUR, 4, settings=settings), trained(plan, FOUR, 4))
+        assert_same_bits(train_parity(plan, FOUR, 4, settings=settings), train_parity(plan, FOUR, 4))
 
 
 def _one_unit(name: str, module: nn.Module) -> bool:
@@ -108,17 +110,17 @@ def _one_unit(name: str, module: nn.Module) -> bool:
 
 
 #: The default by class; every layer by itself; units within units; one block alone.
-UNITS = (Block, (nn.Linear, nn.LayerNorm), (Block, nn.Sequential), _one_unit)
+UNITS = (ToyBlock, (nn.Linear, nn.LayerNorm), (ToyBlock, nn.Sequential), _one_unit)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_units_change_no_bit(plan: str) -> None:
     """Without clipping: the norm adds up flat by flat."""
     for units in UNITS:
-        assert_same_bits(trained(plan, ONE, 4, units=units), trained(plan, ONE, 4))
+        assert_same_bits(train_parity(plan, ONE, 4, units=units), train_parity(plan, ONE, 4))
 
 
 def test_a_world_of_one_rank_is_plain_training() -> None:
     for plan in npuzero.PRESETS:
-        (state,) = run_cut(partial(train, recipe=FOUR), 1, plan=plan)
-        assert_close(state, expected(FOUR, 1))
+        (state,) = run_cut(partial(train_by_recipe, recipe=FOUR), 1, plan=plan)
+        assert_states_close(state, plain_parity(FOUR, 1))

@@ -20,8 +20,8 @@ from npuzero import ConfigError, Placement, Plan, Report, StateError, comm, obse
 from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.observe import Events, Instant, Span
-from world.toy import build
-from world.train import BOUND, State, assert_close, assert_same_bits
+from world.toy import build_seeded_model
+from world.train import BOUND, State, assert_same_bits, assert_states_close
 
 SIZE, WIDTH = 2, 8
 #: One move of a part: its number, and whether it is a backward pass. Each part's run in order of their micro-batches.
@@ -30,8 +30,8 @@ Make = Callable[[], nn.Module]
 F0, B0, F1, B1 = (0, False), (0, True), (1, False), (1, True)
 
 
-class Block(nn.Module):
-    """A unit; ``checkpointed``: it computes again in backward."""
+class PartBlock(nn.Module):
+    """A unit; ``build_checkpointed_chain``: it computes again in backward."""
 
     def __init__(self, frozen: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Block(nn.Module):
         return x + self.out(torch.tanh(self.inner(x)))
 
 
-class Chain(nn.Module):
+class StageChain(nn.Module):
     """Stages of blocks, each called by its number; the root owns nothing, or what the outermost stages share."""
 
     def __init__(self, stages: int = 2, blocks: int = 2, tied: bool = False, **block: bool) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(Block(**block) for _ in range(blocks)) for _ in range(stages))
+        self.stages = nn.ModuleList(nn.ModuleList(PartBlock(**block) for _ in range(blocks)) for _ in range(stages))
         self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3) if tied else None
 
     def forward(self, stage: int, x: Tensor) -> Tensor:
@@ -64,23 +64,23 @@ class Chain(nn.Module):
         return x
 
 
-def tied() -> Chain:
-    return Chain(tied=True)
+def build_tied_chain() -> StageChain:
+    return StageChain(tied=True)
 
 
-def one() -> Chain:
-    return Chain(stages=1, blocks=3)
+def build_one_stage_chain() -> StageChain:
+    return StageChain(stages=1, blocks=3)
 
 
-def frozen() -> Chain:
+def build_frozen_chain() -> StageChain:
     """In part, in each block, and one stage's last block altogether."""
-    model = Chain(frozen=True)
+    model = StageChain(frozen=True)
     model.stages[1][1].requires_grad_(False)
     return model
 
 
-def checkpointed() -> Chain:
-    return Chain(checkpointed=True)
+def build_checkpointed_chain() -> StageChain:
+    return StageChain(checkpointed=True)
 
 
 def one_f_one_b(micro_batches: int, ahead: int = 2) -> list[Act]:
@@ -94,12 +94,12 @@ INTERLEAVED = [F0, F0, F1, B1, F1, B0, F0, B1, F1, B0, B1, B0]
 GPIPE = [F0, F0, F0, F1, F1, F1, B1, B1, B1, B0, B0, B0]
 
 
-def data_of(step: int, micro_batch: int, rank: int) -> Tensor:
+def draw_part_input(step: int, micro_batch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
     return torch.randn(3, WIDTH, generator=generator)
 
 
-class Runner:
+class ActRunner:
     """Run acts, each part's output the next one's input, and the last one's the loss.
 
     Attributes:
@@ -126,7 +126,7 @@ class Runner:
         if stage:
             self._inputs[at] = self._outputs[stage - 1, micro_batch].detach().requires_grad_()
         else:
-            self._inputs[at] = data_of(self._step, micro_batch, self._rank)
+            self._inputs[at] = draw_part_input(self._step, micro_batch, self._rank)
         output = self._model(stage, self._inputs[at])
         if stage == self._last:
             output = output.square().mean()
@@ -150,7 +150,7 @@ class Runner:
 SGD = partial(npuzero.ZeroOptimizer, torch.optim.SGD)
 
 
-class Trained(NamedTuple):
+class PartsOutcome(NamedTuple):
     """What a rank has in the end."""
 
     state: State
@@ -158,21 +158,21 @@ class Trained(NamedTuple):
     report: Report
 
 
-def trained(
+def train_parts(
     make: Make,
     acts: Sequence[Act],
     plan: Plan,
     *,
-    runner: type[Runner] = Runner,
+    runner: type[ActRunner] = ActRunner,
     optimizer: Callable[..., Any] = SGD,
     lr: float = 0.1,
     steps: int = 3,
     size: int = SIZE,
-) -> list[Trained]:
+) -> list[PartsOutcome]:
     """Train by ``acts`` on each rank, by SGD unless another is given."""
 
-    def rank(world: World) -> Trained:
-        model = npuzero.zero(build(make=make), plan=plan, world=world, units=Block)
+    def rank(world: World) -> PartsOutcome:
+        model = npuzero.zero(build_seeded_model(make=make), plan=plan, world=world, units=PartBlock)
         stages = len(model.stages)
         if stages > 1:
             engine_of(model).passes.divide([[stage] for stage in model.stages])
@@ -187,7 +187,7 @@ def trained(
             update.zero_grad()
             losses += run.losses
         state = npuzero.full_state_dict(model, rank0_only=False)
-        return Trained(
+        return PartsOutcome(
             {name: value.clone() for name, value in state.items()}, torch.stack(losses), npuzero.report(model)
         )
 
@@ -195,16 +195,16 @@ def trained(
 
 
 @cache
-def plain(make: Make, micro_batches: int, lr: float = 0.1, steps: int = 3) -> tuple[State, Tensor]:
+def train_parts_plain(make: Make, micro_batches: int, lr: float = 0.1, steps: int = 3) -> tuple[State, Tensor]:
     """What plain torch makes of all ranks' data: the state, and each rank's losses."""
-    model = build(make=make)
+    model = build_seeded_model(make=make)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):
         for micro_batch in range(micro_batches):
             of_ranks = []
             for rank in range(SIZE):
-                x = data_of(step, micro_batch, rank)
+                x = draw_part_input(step, micro_batch, rank)
                 for stage in range(len(model.stages)):
                     x = model(stage, x)
                 of_ranks.append(x.square().mean())
@@ -215,20 +215,20 @@ def plain(make: Make, micro_batches: int, lr: float = 0.1, steps: int = 3) -> tu
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, torch.stack(losses)
 
 
-def assert_as_plain(found: Sequence[Trained], make: Make, micro_batches: int) -> None:
-    state, losses = plain(make, micro_batches)
+def assert_as_plain(found: Sequence[PartsOutcome], make: Make, micro_batches: int) -> None:
+    state, losses = train_parts_plain(make, micro_batches)
     for rank, each in enumerate(found):
         assert_same_bits(each.state, found[0].state)
-        assert_close(each.state, state, BOUND)
+        assert_states_close(each.state, state, BOUND)
         torch.testing.assert_close(each.losses, losses[:, rank], rtol=BOUND, atol=0)
 
 
 CASES = [
-    *(pytest.param(one, one_f_one_b(m), m, id=f"one part, {m} micro-batches") for m in (1, 3, 4)),
-    pytest.param(Chain, INTERLEAVED, 3, id="two parts interleaved"),
-    pytest.param(Chain, GPIPE, 3, id="two parts, all forwards first"),
-    pytest.param(tied, INTERLEAVED, 3, id="two parts that share a parameter"),
-    pytest.param(frozen, INTERLEAVED, 3, id="two parts, frozen in part"),
+    *(pytest.param(build_one_stage_chain, one_f_one_b(m), m, id=f"one part, {m} micro-batches") for m in (1, 3, 4)),
+    pytest.param(StageChain, INTERLEAVED, 3, id="two parts interleaved"),
+    pytest.param(StageChain, GPIPE, 3, id="two parts, all forwards first"),
+    pytest.param(build_tied_chain, INTERLEAVED, 3, id="two parts that share a parameter"),
+    pytest.param(build_frozen_chain, INTERLEAVED, 3, id="two parts, frozen in part"),
 ]
 #: The first three sum gradients of micro-batches on each rank first, the others over the ranks first: in each of the
 #: two orders all plans agree in all bits.
@@ -236,7 +236,7 @@ PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3 within the step")
 ALIKE = (PLANS[:3], PLANS[3:])
 
 
-def plan_of(name: str, precision: str = "fp32") -> Plan:
+def parts_plan(name: str, precision: str = "fp32") -> Plan:
     row, _, kept = name.partition(" ")
     plan = Plan.preset(row, local_size=1, precision=precision)
     return replace(plan, between=Placement()) if kept else plan
@@ -245,7 +245,7 @@ def plan_of(name: str, precision: str = "fp32") -> Plan:
 @pytest.mark.parametrize(("make", "acts", "micro_batches"), CASES)
 def test_training_equals_plain_torch(make: Make, acts: list[Act], micro_batches: int) -> None:
     for plans in ALIKE:
-        found = [trained(make, acts, plan_of(plan)) for plan in plans]
+        found = [train_parts(make, acts, parts_plan(plan)) for plan in plans]
         for each in found:
             assert_as_plain(each, make, micro_batches)
             assert_same_bits(each[0].state, found[0][0].state)
@@ -258,42 +258,44 @@ PLACED = (*PLANS, "hpz", "hpz within the step", "mics", "hsdp")
 def test_what_is_sent_and_held_is_foretold(make: Make, acts: list[Act], micro_batches: int) -> None:
     for name in PLACED:
         for precision in ("fp32", "bf16"):
-            assert_foretold(make, acts, plan_of(name, precision), SIZE)
+            assert_parts_predicted(make, acts, parts_plan(name, precision), SIZE)
 
 
-@pytest.mark.parametrize(("make", "acts"), [(one, one_f_one_b(4)), (Chain, INTERLEAVED)])
+@pytest.mark.parametrize(("make", "acts"), [(build_one_stage_chain, one_f_one_b(4)), (StageChain, INTERLEAVED)])
 def test_a_copy_that_is_held_after_forward_is_foretold(make: Make, acts: list[Act]) -> None:
     """A backward pass lets go of what a later forward holds: that one's backward gathers anew, or the next forward."""
     for between in (None, Placement(("local",)), Placement()):
-        assert_foretold(make, acts, replace(Plan.preset("hpz", local_size=2), between=between), 4)
+        assert_parts_predicted(make, acts, replace(Plan.preset("hpz", local_size=2), between=between), 4)
 
 
-def assert_foretold(make: Make, acts: Sequence[Act], plan: Plan, size: int) -> None:
+def assert_parts_predicted(make: Make, acts: Sequence[Act], plan: Plan, size: int) -> None:
     parts = [[f"stages.{i}"] for i in range(len(make().stages))]
-    expected = npuzero.predict(make(), plan, size, units=Block, acts=acts, parts=parts, moments=0)
-    for _, _, report in trained(make, acts, plan, size=size):
+    expected = npuzero.predict(make(), plan, size, units=PartBlock, acts=acts, parts=parts, moments=0)
+    for _, _, report in train_parts(make, acts, plan, size=size):
         assert report.bytes_sent == expected.bytes_sent, plan.name
         assert report.held == expected.held, plan.name
 
 
 def test_parameters_that_stay_within_the_step_are_gathered_once() -> None:
     """And otherwise once for each forward and once for each backward."""
-    once = npuzero.predict(Chain(), plan_of("zero3 within the step"), SIZE, units=Block).bytes_sent["all_gather"]
+    once = npuzero.predict(StageChain(), parts_plan("zero3 within the step"), SIZE, units=PartBlock).bytes_sent[
+        "all_gather"
+    ]
     for plan, times in (("zero3 within the step", 1), ("zero3", 2 * 3)):
-        for each in trained(Chain, INTERLEAVED, plan_of(plan)):
+        for each in train_parts(StageChain, INTERLEAVED, parts_plan(plan)):
             assert each.report.bytes_sent["all_gather"] == times * once
 
 
 def test_checkpointing_within_a_stage() -> None:
     for plan in ("zero1", "zero3", "zero3 within the step"):
-        found = trained(checkpointed, INTERLEAVED, plan_of(plan))
-        assert_as_plain(found, checkpointed, 3)
+        found = train_parts(build_checkpointed_chain, INTERLEAVED, parts_plan(plan))
+        assert_as_plain(found, build_checkpointed_chain, 3)
 
 
 # -- gradients that torch.autograd.grad makes --------------------------------------------------------------------------
 
 
-class Split(Runner):
+class SplitBackwardRunner(ActRunner):
     """Each backward pass in two: the gradients of the inputs at once, those of the weights an act later."""
 
     def __init__(self, *args: Any) -> None:
@@ -323,10 +325,12 @@ class Split(Runner):
             self.weights()
 
 
-@pytest.mark.parametrize("make", [tied, frozen])
+@pytest.mark.parametrize("make", [build_tied_chain, build_frozen_chain])
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_that_were_taken_are_those_of_backward(make: Make, plan: str) -> None:
-    whole, split = (trained(make, INTERLEAVED, plan_of(plan), runner=runner) for runner in (Runner, Split))
+    whole, split = (
+        train_parts(make, INTERLEAVED, parts_plan(plan), runner=runner) for runner in (ActRunner, SplitBackwardRunner)
+    )
     for one, other in zip(whole, split, strict=True):
         assert_same_bits(one.state, other.state)
         assert torch.equal(one.losses, other.losses)
@@ -336,10 +340,10 @@ def test_gradients_that_were_taken_are_those_of_backward(make: Make, plan: str) 
 # -- when R3 runs ------------------------------------------------------------------------------------------------------
 
 
-def launched(make: Make, runner: type[Runner], steps: int = 2) -> list[tuple[int, str]]:
+def launched_in_acts(make: Make, runner: type[ActRunner], steps: int = 2) -> list[tuple[int, str]]:
     """Acts of the last step, by number, and units whose R3 was launched within; behind all acts at the boundary."""
     with observe.recording(Events()) as sink:
-        trained(make, INTERLEAVED, plan_of("zero1"), runner=runner, steps=steps)
+        train_parts(make, INTERLEAVED, parts_plan("zero1"), runner=runner, steps=steps)
     events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
     events.sort(key=lambda event: event.begin_s if isinstance(event, Span) else event.at_s)
     acts, found = 0, []
@@ -351,57 +355,61 @@ def launched(make: Make, runner: type[Runner], steps: int = 2) -> list[tuple[int
     return [(act - before - 1, name) for act, name in found if act > before]
 
 
-class Raises(RuntimeError):
+class PassError(RuntimeError):
     """What a pass raises."""
 
 
-class Fails(Runner):
+class FailingRunner(ActRunner):
     """In the second step try first, and fail: in a forward or a backward pass of the second part."""
 
     def __init__(self, model: nn.Module, rank: int, step: int) -> None:
         super().__init__(model, rank, step)
         if step == 1:
             self.fail(model)
-            attempt = Runner(model, rank, step)
-            with pytest.raises(Raises):
+            attempt = ActRunner(model, rank, step)
+            with pytest.raises(PassError):
                 for act in INTERLEAVED:
                     attempt.act(act)
             self._handle.remove()
             model.zero_grad()
 
     def fail(self, model: nn.Module) -> None:
-        self._handle = model.stages[1][0].register_forward_hook(second_time())
+        self._handle = model.stages[1][0].register_forward_hook(raise_second_time())
 
 
-class FailsInBackward(Fails):
+class FailingBackwardRunner(FailingRunner):
     def fail(self, model: nn.Module) -> None:
-        self._handle = model.stages[1][0].inner.weight.register_hook(second_time())
+        self._handle = model.stages[1][0].inner.weight.register_hook(raise_second_time())
 
 
-def second_time() -> Callable[..., None]:
+def raise_second_time() -> Callable[..., None]:
     """A hook that raises when it is called for the second time."""
     times = count(1)
 
     def hook(*_: object) -> None:
         if next(times) == 2:
-            raise Raises
+            raise PassError
 
     return hook
 
 
-@pytest.mark.parametrize("runner", [Runner, Fails, FailsInBackward])
-def test_the_last_pass_of_a_part_sums_its_gradients_and_the_last_of_all_the_roots(runner: type[Runner]) -> None:
+@pytest.mark.parametrize("runner", [ActRunner, FailingRunner, FailingBackwardRunner])
+def test_the_last_pass_of_a_part_sums_its_gradients_and_the_last_of_all_the_roots(runner: type[ActRunner]) -> None:
     blocks = [f"stages.{stage}.{block}" for stage in (1, 0) for block in (1, 0)]
     last = [(10, blocks[0]), (10, blocks[1]), (11, blocks[2]), (11, blocks[3])]
     assert INTERLEAVED[10:] == [B1, B0]
-    assert launched(tied, runner) == [*last, (11, "root")]
-    assert launched(tied, Runner, steps=1) == [(11, name) for name in (*blocks, "root")], "at the boundary"
+    assert launched_in_acts(build_tied_chain, runner) == [*last, (11, "root")]
+    assert launched_in_acts(build_tied_chain, ActRunner, steps=1) == [(11, name) for name in (*blocks, "root")], (
+        "at the boundary"
+    )
 
 
-@pytest.mark.parametrize("runner", [Fails, FailsInBackward])
+@pytest.mark.parametrize("runner", [FailingRunner, FailingBackwardRunner])
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero3 within the step"])
-def test_training_goes_on_after_an_exception(runner: type[Runner], plan: str) -> None:
-    found, without = (trained(tied, INTERLEAVED, plan_of(plan), runner=each) for each in (runner, Runner))
+def test_training_goes_on_after_an_exception(runner: type[ActRunner], plan: str) -> None:
+    found, without = (
+        train_parts(build_tied_chain, INTERLEAVED, parts_plan(plan), runner=each) for each in (runner, ActRunner)
+    )
     for each, expected in zip(found, without, strict=True):
         assert_same_bits(each.state, expected.state)
 
@@ -409,7 +417,7 @@ def test_training_goes_on_after_an_exception(runner: type[Runner], plan: str) ->
 # -- what else there is ------------------------------------------------------------------------------------------------
 
 
-class NoSync(Runner):
+class NoSyncRunner(ActRunner):
     """All passes of the first two micro-batches add up on each rank."""
 
     def act(self, act: Act) -> None:
@@ -419,14 +427,14 @@ class NoSync(Runner):
 
 def test_no_sync() -> None:
     for plan in PLANS:
-        found = trained(tied, INTERLEAVED, plan_of(plan), runner=NoSync)
-        assert_as_plain(found, tied, 3)
+        found = train_parts(build_tied_chain, INTERLEAVED, parts_plan(plan), runner=NoSyncRunner)
+        assert_as_plain(found, build_tied_chain, 3)
 
 
 def test_updates_that_begin_in_the_last_backward_pass() -> None:
-    plan = plan_of("zero2").offloaded("host")
+    plan = parts_plan("zero2").offloaded("host")
     late, early = (
-        trained(tied, INTERLEAVED, plan, optimizer=partial(npuzero.AdamW, early=early), steps=4)
+        train_parts(build_tied_chain, INTERLEAVED, plan, optimizer=partial(npuzero.AdamW, early=early), steps=4)
         for early in (False, True)
     )
     for one, other in zip(late, early, strict=True):
@@ -435,13 +443,13 @@ def test_updates_that_begin_in_the_last_backward_pass() -> None:
 
 def test_a_finite_guard_names_the_stage() -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=Chain), 2, world=world, units=Block)
+        model = npuzero.zero(build_seeded_model(make=StageChain), 2, world=world, units=PartBlock)
         engine_of(model).passes.divide([["stages.0"], ["stages.1"]])
         optimizer = SGD(model.parameters(), lr=0.1)
         with npuzero.FiniteGuard(model) as guard:
             for step in range(3):
                 handle = model.stages[1][0].register_forward_hook(lambda *_: _[-1] / 0.0) if step == 1 else None
-                run = Runner(model, world.rank, step)
+                run = ActRunner(model, world.rank, step)
                 if step == 2:
                     with pytest.raises(npuzero.NonFiniteError, match=r"stages\.1\.0"):
                         run.act(F0)
@@ -459,12 +467,12 @@ def test_a_finite_guard_names_the_stage() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     def rank(world: World) -> None:
-        model = npuzero.zero(build(make=Chain), 2, world=world, units=Block)
+        model = npuzero.zero(build_seeded_model(make=StageChain), 2, world=world, units=PartBlock)
         passes = engine_of(model).passes
         with pytest.raises(ConfigError, match=r"unit 'stages\.1\.0'"):
             passes.divide([[model.stages[0]]])
         passes.divide([[model.stages[0]], [model.stages[1]]])
-        output = model(1, model(0, data_of(0, 0, world.rank)))
+        output = model(1, model(0, draw_part_input(0, 0, world.rank)))
         with passes.part(1), pytest.raises(StateError, match=r"gradients of unit 'stages\.0\.1'"):
             output.sum().backward()
         model.zero_grad()
@@ -480,4 +488,4 @@ def test_what_does_not_fit_is_refused() -> None:
         {"acts": [(2, False)], "parts": [["stages.0"], ["stages.1"]]},
     ):
         with pytest.raises(ConfigError, match="predict: acts"):
-            npuzero.predict(Chain(), "zero2", SIZE, units=Block, **wrong)
+            npuzero.predict(StageChain(), "zero2", SIZE, units=PartBlock, **wrong)

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 import npuzero
 from npuzero import Precision, Settings
-from world.toy import Block, Recipe, ToyGPT, build, loss_of, tokens_of
-from world.train import Make, Session, State, assert_same_bits, relative_difference, run_cut, train
+from world.toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model, toy_loss, toy_tokens
+from world.train import Make, Session, State, assert_same_bits, relative_difference, run_cut, train_by_recipe
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 # Steps of one size, as Adam's own eps makes them: a rounding that falls the other way is not carried on.
-ONE = Recipe(steps=4, eps=1e-8)
-TWO = Recipe(steps=3, micro_batches=2, eps=1e-8)
+ONE = TrainingRecipe(steps=4, eps=1e-8)
+TWO = TrainingRecipe(steps=3, micro_batches=2, eps=1e-8)
 ULP = 2.0**-8  # of bfloat16, relative to the power of two below
 
 
-class MixedBlock(Block):
+class MixedBlock(ToyBlock):
     """Matrices in bfloat16, norms in float32."""
 
     def __init__(self, dim: int, frozen_norm: bool = False) -> None:
@@ -63,13 +63,18 @@ QUICK = ("bf16", "mixed")
 
 
 @cache
-def trained(
-    model: str, plan: str, recipe: Recipe, size: int = 4, settings: Settings | None = None, no_sync: bool = False
+def train_mixed_precision(
+    model: str,
+    plan: str,
+    recipe: TrainingRecipe,
+    size: int = 4,
+    settings: Settings | None = None,
+    no_sync: bool = False,
 ) -> State:
     make, precision = (MODELS | SENT_SUMS)[model]
 
     def scenario(session: Session) -> State:
-        return accumulated(session, recipe) if no_sync else train(session, recipe)
+        return train_accumulated(session, recipe) if no_sync else train_by_recipe(session, recipe)
 
     states = run_cut(scenario, size, make, plan=plan, local_size=2, precision=precision, settings=settings)
     for state in states[1:]:
@@ -77,7 +82,7 @@ def trained(
     return states[0]
 
 
-def accumulated(session: Session, recipe: Recipe) -> State:
+def train_accumulated(session: Session, recipe: TrainingRecipe) -> State:
     """All micro-batches but the last under ``no_sync``."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, eps=recipe.eps)
     for step in range(recipe.steps):
@@ -91,7 +96,7 @@ def accumulated(session: Session, recipe: Recipe) -> State:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class WireRounding:
     """When gradients are rounded to the wire: for each micro-batch or once a step; at one level or at two; the sum."""
 
     each_micro_batch: bool
@@ -100,20 +105,20 @@ class Rounding:
 
 
 ROUNDING = {
-    **dict.fromkeys(("zero0", "zero1"), Rounding(each_micro_batch=False, two_levels=False)),
-    **dict.fromkeys(("zero2", "zero3", "zero3-keep", "hpz"), Rounding(each_micro_batch=True, two_levels=False)),
-    "zero1.5": Rounding(each_micro_batch=False, two_levels=True),
-    **dict.fromkeys(("hsdp", "mics"), Rounding(each_micro_batch=True, two_levels=True)),
+    **dict.fromkeys(("zero0", "zero1"), WireRounding(each_micro_batch=False, two_levels=False)),
+    **dict.fromkeys(("zero2", "zero3", "zero3-keep", "hpz"), WireRounding(each_micro_batch=True, two_levels=False)),
+    "zero1.5": WireRounding(each_micro_batch=False, two_levels=True),
+    **dict.fromkeys(("hsdp", "mics"), WireRounding(each_micro_batch=True, two_levels=True)),
 }
 
 
 @cache
-def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
+def mixed_precision_by_hand(model: str, recipe: TrainingRecipe, rounding: WireRounding) -> State:
     """Mixed precision on 4 ranks written out: what autograd gives is scaled by 1/4, rounded to the wire's dtype
     where it travels, and summed in float32; torch's AdamW updates masters; parameters are rounded masters.
     """
     make, precision = (MODELS | SENT_SUMS)[model]
-    net = build(make=make)
+    net = build_seeded_model(make=make)
     masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in net.named_parameters()}
     for parameter in net.parameters():
         parameter.data = parameter.data.to(precision.parameter_of(parameter.dtype))
@@ -127,7 +132,7 @@ def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
         for name, parameter in net.named_parameters():
             given = [[rank[name] for rank in ranks] for ranks in micro_batches if name in ranks[0]]
             if given:
-                masters[name].grad = _summed(given, groups, rounding, precision.wire_of(parameter.dtype))
+                masters[name].grad = _sum_wire_gradients(given, groups, rounding, precision.wire_of(parameter.dtype))
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -136,14 +141,14 @@ def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
-def _scaled_gradients(net: nn.Module, recipe: Recipe, step: int, micro_batch: int, rank: int) -> State:
+def _scaled_gradients(net: nn.Module, recipe: TrainingRecipe, step: int, micro_batch: int, rank: int) -> State:
     net.zero_grad()
-    (loss_of(net, tokens_of(step, micro_batch, rank)) / recipe.micro_batches).backward()
+    (toy_loss(net, toy_tokens(step, micro_batch, rank)) / recipe.micro_batches).backward()
     return {name: p.grad.float() / 4 for name, p in net.named_parameters() if p.grad is not None}
 
 
-def _summed(
-    given: list[list[Tensor]], groups: tuple[tuple[int, ...], ...], rounding: Rounding, wire: torch.dtype
+def _sum_wire_gradients(
+    given: list[list[Tensor]], groups: tuple[tuple[int, ...], ...], rounding: WireRounding, wire: torch.dtype
 ) -> Tensor:
     """``given[micro-batch][rank]`` as the ranks add it up."""
     if not rounding.each_micro_batch:
@@ -165,11 +170,13 @@ every_model = pytest.mark.parametrize(
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
 @every_model
-def test_training_equals_mixed_precision_by_hand(model: str, recipe: Recipe, plan: str) -> None:
+def test_training_equals_mixed_precision_by_hand(model: str, recipe: TrainingRecipe, plan: str) -> None:
     """Where a master lies close to the middle of two bfloat16 numbers its rounding may fall either way, and what is
     computed from it moves by as much: nearly all elements are equal, and none is far.
     """
-    assert_nearly_equal(trained(model, plan, recipe), by_hand(model, recipe, ROUNDING[plan]))
+    assert_nearly_equal(
+        train_mixed_precision(model, plan, recipe), mixed_precision_by_hand(model, recipe, ROUNDING[plan])
+    )
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "hsdp"])
@@ -177,7 +184,9 @@ def test_training_equals_mixed_precision_by_hand(model: str, recipe: Recipe, pla
 def test_without_sync_gradients_are_rounded_once_a_step(model: str, plan: str) -> None:
     """Micro-batches add up in float32 on each rank, whatever travels."""
     rounding = replace(ROUNDING[plan], each_micro_batch=False)
-    assert_nearly_equal(trained(model, plan, TWO, no_sync=True), by_hand(model, TWO, rounding))
+    assert_nearly_equal(
+        train_mixed_precision(model, plan, TWO, no_sync=True), mixed_precision_by_hand(model, TWO, rounding)
+    )
 
 
 #: Where several ranks keep the same states, finished sums travel; elsewhere they stay where they are made.
@@ -191,35 +200,38 @@ every_sent_sum = pytest.mark.parametrize(
 @pytest.mark.parametrize("plan", SENDS_SUMS)
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
 @every_sent_sum
-def test_sums_that_travel_as_wires_are_rounded_once_more(model: str, recipe: Recipe, plan: str) -> None:
-    """And are alike on all ranks, to the bit, as :func:`trained` sees to."""
-    found = trained(model, plan, recipe)
-    assert_nearly_equal(found, by_hand(model, recipe, replace(ROUNDING[plan], of_sum=True)), share=0.9)
+def test_sums_that_travel_as_wires_are_rounded_once_more(model: str, recipe: TrainingRecipe, plan: str) -> None:
+    """And are alike on all ranks, to the bit, as :func:`train_mixed_precision` sees to."""
+    found = train_mixed_precision(model, plan, recipe)
+    assert_nearly_equal(found, mixed_precision_by_hand(model, recipe, replace(ROUNDING[plan], of_sum=True)), share=0.9)
     with pytest.raises(AssertionError, match="some bits"):
-        assert_same_bits(found, trained(model.removesuffix(", sums too"), plan, recipe))
+        assert_same_bits(found, train_mixed_precision(model.removesuffix(", sums too"), plan, recipe))
 
 
 @pytest.mark.parametrize("plan", ["zero0", "hsdp"])
 def test_without_sync_sums_travel_as_wires_too(plan: str) -> None:
     rounding = replace(ROUNDING[plan], each_micro_batch=False, of_sum=True)
-    found = trained("bf16, sums too", plan, TWO, no_sync=True)
-    assert_nearly_equal(found, by_hand("bf16, sums too", TWO, rounding), share=0.9)
+    found = train_mixed_precision("bf16, sums too", plan, TWO, no_sync=True)
+    assert_nearly_equal(found, mixed_precision_by_hand("bf16, sums too", TWO, rounding), share=0.9)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in npuzero.PRESETS if plan not in SENDS_SUMS])
 def test_where_no_sum_travels_none_is_rounded(plan: str) -> None:
-    assert_same_bits(trained("bf16, sums too", plan, ONE), trained("bf16", plan, ONE))
+    assert_same_bits(train_mixed_precision("bf16, sums too", plan, ONE), train_mixed_precision("bf16", plan, ONE))
 
 
 @pytest.mark.parametrize("plan", SENDS_SUMS)
 def test_settings_change_no_bit_of_sums_that_travel_as_wires(plan: str) -> None:
     for settings in (Settings(overlap=False), Settings(prefetch=3, bucket_bytes=2048)):
-        assert_same_bits(trained("bf16, sums too", plan, TWO, settings=settings), trained("bf16, sums too", plan, TWO))
+        assert_same_bits(
+            train_mixed_precision("bf16, sums too", plan, TWO, settings=settings),
+            train_mixed_precision("bf16, sums too", plan, TWO),
+        )
 
 
 def test_sums_of_float32_wires_travel_in_float32_either_way() -> None:
     def scenario(session: Session) -> State:
-        return train(session, ONE)
+        return train_by_recipe(session, ONE)
 
     for parameters in (torch.float32, torch.bfloat16):
         precisions = [Precision(parameters, wires=torch.float32, sums=sums) for sums in ("fp32", "wire")]
@@ -241,13 +253,15 @@ def assert_nearly_equal(found: State, expected: State, share: float = 0.95) -> N
 @every_model
 def test_stages_give_the_same_bits(model: str) -> None:
     for plan in (*STAGES[1:], "zero3-keep", "hpz"):
-        assert_same_bits(trained(model, plan, ONE), trained(model, STAGES[0], ONE))
+        assert_same_bits(train_mixed_precision(model, plan, ONE), train_mixed_precision(model, STAGES[0], ONE))
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "hsdp"])
 def test_settings_change_no_bit(plan: str) -> None:
     for settings in (Settings(overlap=False), Settings(prefetch=3)):
-        assert_same_bits(trained("bf16", plan, TWO, settings=settings), trained("bf16", plan, TWO))
+        assert_same_bits(
+            train_mixed_precision("bf16", plan, TWO, settings=settings), train_mixed_precision("bf16", plan, TWO)
+        )
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])

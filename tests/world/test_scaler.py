@@ -16,8 +16,8 @@ import npuzero
 from npuzero import LossScaler, comm
 from npuzero.comm import World
 from npuzero.optim import TakenSteps
-from world.toy import ToyGPT, build, loss_of, tokens_of
-from world.train import CutSession, Session, State, assert_same_bits, check, run_cut
+from world.toy import ToyGPT, build_seeded_model, toy_loss, toy_tokens
+from world.train import CutSession, Session, State, assert_same_bits, check_equals_plain, run_cut
 
 PLANS = ("zero1", "zero3", "hsdp")
 every_plan = pytest.mark.parametrize(
@@ -28,18 +28,18 @@ OVERFLOWS: dict[int, tuple[int, ...]] = {1: (0,), 2: (3,), 6: (1, 2), 7: (0, 1, 
 STEPS = 10
 
 
-def poisoned(session: Session, step: int, micro_batch: int = 0) -> Tensor:
+def poisoned_loss(session: Session, step: int, micro_batch: int = 0) -> Tensor:
     """The loss, of which some ranks' part is infinite."""
 
     def of(rank: int) -> Tensor:
         bad = any(rank == other % session.world for other in OVERFLOWS.get(step, ()))
-        loss = loss_of(session.model, tokens_of(step, micro_batch, rank))
+        loss = toy_loss(session.model, toy_tokens(step, micro_batch, rank))
         return loss * math.inf if bad and micro_batch == 0 else loss
 
     return session.mean(of)
 
 
-def decisions(
+def make_scaler_scenario(
     optimizer: Callable[[Session], torch.optim.Optimizer], clip: float | None = None, micro_batches: int = 1
 ) -> Callable[[Session], State]:
     """A loop whose scaler overflows as the table says; what the scaler was after each step."""
@@ -50,7 +50,7 @@ def decisions(
         seen = []
         for step in range(STEPS):
             for micro_batch in range(micro_batches):
-                scaler.scale(poisoned(session, step, micro_batch)).backward()
+                scaler.scale(poisoned_loss(session, step, micro_batch)).backward()
             if clip is not None:
                 scaler.unscale_(updates)
                 session.clip(clip)
@@ -75,22 +75,25 @@ def assert_same_states(found: dict[int, Any], expected: dict[int, Any]) -> None:
         assert_same_bits(found[number], {name: torch.as_tensor(value) for name, value in state.items()})
 
 
-def adamw(session: Session) -> torch.optim.Optimizer:
+def build_scaler_adamw(session: Session) -> torch.optim.Optimizer:
     return session.optimizer(torch.optim.AdamW, lr=3e-3)
 
 
-def momentum(session: Session) -> torch.optim.Optimizer:
+def build_momentum_sgd(session: Session) -> torch.optim.Optimizer:
     return session.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
-ADAMW, CLIPPED = decisions(adamw), decisions(adamw, clip=0.5, micro_batches=2)
-MOMENTUM = decisions(momentum)
+ADAMW, CLIPPED = (
+    make_scaler_scenario(build_scaler_adamw),
+    make_scaler_scenario(build_scaler_adamw, clip=0.5, micro_batches=2),
+)
+MOMENTUM = make_scaler_scenario(build_momentum_sgd)
 
 
 @every_plan
 @pytest.mark.parametrize("scenario", [ADAMW, CLIPPED, MOMENTUM], ids=["AdamW", "clipped", "momentum"])
 def test_decisions_are_torchs(plan: str, scenario: Callable[[Session], State]) -> None:
-    found = check(scenario, 4, plan=plan, local_size=2)["decisions"]
+    found = check_equals_plain(scenario, 4, plan=plan, local_size=2)["decisions"]
     assert found[:3, 0].tolist() == [2.0**12, 2.0**11, 2.0**10]
     assert found[-1].tolist() == [2.0**9, 2]
 
@@ -98,7 +101,7 @@ def test_decisions_are_torchs(plan: str, scenario: Callable[[Session], State]) -
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_decisions_are_torchs_on_fewer_ranks(plan: str, size: int) -> None:
-    check(CLIPPED, size, plan=plan)
+    check_equals_plain(CLIPPED, size, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +113,9 @@ def test_a_skipped_step_leaves_no_trace(plan: str, precision: str) -> None:
     """With a scaler and overflows: bit for bit what the other steps alone give, bias correction and all."""
 
     def scaled(session: Session) -> None:
-        optimizer, scaler = adamw(session), session.scaler(init_scale=2.0**12, growth_interval=3)
+        optimizer, scaler = build_scaler_adamw(session), session.scaler(init_scale=2.0**12, growth_interval=3)
         for step in range(STEPS):
-            scaler.scale(poisoned(session, step)).backward()
+            scaler.scale(poisoned_loss(session, step)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -120,7 +123,7 @@ def test_a_skipped_step_leaves_no_trace(plan: str, precision: str) -> None:
         assert scaler.skipped == 4
 
     def plain(session: Session) -> None:
-        optimizer = adamw(session)
+        optimizer = build_scaler_adamw(session)
         for step in set(range(STEPS)) - set(OVERFLOWS):
             session.loss(step).backward()
             optimizer.step()
@@ -166,17 +169,17 @@ def test_parameters_that_come_and_go_have_steps_of_their_own() -> None:
             return x
 
     def scenario(session: Session) -> State:
-        optimizer, scaler = adamw(session), session.scaler(init_scale=2.0**12)
+        optimizer, scaler = build_scaler_adamw(session), session.scaler(init_scale=2.0**12)
         for step in range(STEPS):
             session.model.used = step % 3 != 0
-            scaler.scale(poisoned(session, step)).backward()
+            scaler.scale(poisoned_loss(session, step)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         steps = [float(state["step"]) for _, state in sorted(optimizer.state_dict()["state"].items())]
         return {"steps": torch.tensor(steps)}
 
-    assert set(check(scenario, 2, Sometimes, plan="zero3")["steps"].tolist()) == {3.0, 6.0}
+    assert set(check_equals_plain(scenario, 2, Sometimes, plan="zero3")["steps"].tolist()) == {3.0, 6.0}
 
 
 @every_plan
@@ -211,7 +214,7 @@ def test_two_optimizers_under_one_scaler(plan: str, clip: float | None, kind: ty
         counts = [float(s["step"]) for o in optimizers for s in o.state_dict()["state"].values() if "step" in s]
         return {"scales": torch.tensor(scales), "counts": torch.tensor(counts)}
 
-    found = check(scenario, 2, plan=plan)
+    found = check_equals_plain(scenario, 2, plan=plan)
     assert found["scales"].tolist() == [2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**12]
     if kind is torch.optim.AdamW:
         assert set(found["counts"].tolist()) == {5.0, 6.0}
@@ -224,10 +227,10 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a value was asked for")
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), 3, world=world)
+        model = npuzero.zero(build_seeded_model(), 3, world=world)
         optimizer, scaler = npuzero.AdamW(model.parameters()), LossScaler()
         for _ in range(2):
-            scaler.scale(loss_of(model, tokens_of(0, 0, 0))).backward()
+            scaler.scale(toy_loss(model, toy_tokens(0, 0, 0))).backward()
             with monkeypatch.context() as patch:
                 for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy"):
                     patch.setattr(Tensor, name, refuse)
@@ -365,10 +368,10 @@ def test_a_static_scale_skips_and_stays(stage: int) -> None:
     """As DeepSpeed's ``loss_scale`` that is not 0: what overflows on one rank is skipped on all, and nothing moves."""
 
     def scenario(session: Session) -> State:
-        optimizer = adamw(session)
+        optimizer = build_scaler_adamw(session)
         scaler = session.scaler(init_scale=128.0, growth_interval=1, floor=128.0, ceiling=128.0)
         for step in range(4):
-            scaler.scale(poisoned(session, step)).backward()
+            scaler.scale(poisoned_loss(session, step)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -448,8 +451,8 @@ def test_settings_can_change_between_steps() -> None:
 
 def test_a_disabled_scaler_does_nothing() -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world)
-        optimizer, scaler = adamw(session), session.scaler(enabled=False)
+        session = CutSession(build_seeded_model(), world)
+        optimizer, scaler = build_scaler_adamw(session), session.scaler(enabled=False)
         loss = session.loss()
         assert scaler.scale(loss) is loss and not scaler.is_enabled()
         loss.backward()
@@ -464,7 +467,9 @@ def test_a_disabled_scaler_does_nothing() -> None:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_one_optimizer_over_two_models_skips_both(bad: int) -> None:
     def rank(world: World) -> list[bool]:
-        models = [npuzero.zero(build(make=lambda: nn.Linear(3, 3)), plan="zero1", world=world) for _ in range(2)]
+        models = [
+            npuzero.zero(build_seeded_model(make=lambda: nn.Linear(3, 3)), plan="zero1", world=world) for _ in range(2)
+        ]
         optimizer = npuzero.AdamW([p for model in models for p in model.parameters()], lr=0.1)
         before = [npuzero.full_state_dict(model, rank0_only=False)["weight"] for model in models]
         scaler = LossScaler(init_scale=8.0)

@@ -43,7 +43,7 @@ FAR_ROWS = [
 ]
 
 
-class Skipping(ToyGPT):
+class SkippingGPT(ToyGPT):
     """Leaves its last block out of some forwards."""
 
     skips = False
@@ -54,7 +54,7 @@ class Skipping(ToyGPT):
         return x
 
 
-def train(session: Session) -> None:
+def train_skipping_model(session: Session) -> None:
     """Two groups, micro-batches of which some leave a block out, a clipped step."""
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
     groups = [{"params": odd}, {"params": even, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
@@ -80,7 +80,7 @@ def assert_no_bit_moves(
     if offload:
         plan = plan.offloaded(offload)
     default, *others = (
-        run_cut(train, 4, Skipping, plan=plan, settings=Settings(**settings, **(common or {})))[0]
+        run_cut(train_skipping_model, 4, SkippingGPT, plan=plan, settings=Settings(**settings, **(common or {})))[0]
         for settings in ({}, *grid)
     )
     for other in others:

@@ -17,22 +17,24 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import OutOfSpace, StateError, StorageError
 from npuzero.memory import DeviceSpace, FileStore
-from npuzero.shard.activations import Activations
-from npuzero.shard.homes import PIECE_BYTES, FileHome, Home, SpaceHome
+from npuzero.shard.activations import ActivationOffload
+from npuzero.shard.homes import PIECE_BYTES, ActivationStorage, FileActivationStorage, MemoryActivationStorage
 
-from .test_activations import DIM, INPUT, MODELS, TOKENS, Chain
-from .toy import build
+from .test_activations import DIM, INPUT, MODELS, TOKENS, CheckpointedChain
+from .toy import build_seeded_model
 
 CPU = torch.device("cpu")
 
 
-def gradients(model: Chain, around: Activations | None = None, tokens: int = TOKENS) -> list[Tensor]:
+def chain_gradients(
+    model: CheckpointedChain, around: ActivationOffload | None = None, tokens: int = TOKENS
+) -> list[Tensor]:
     model.zero_grad()
-    forward(model, around, tokens).backward()
+    forward_chain(model, around, tokens).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def forward(model: Chain, around: Activations | None = None, tokens: int = TOKENS) -> Tensor:
+def forward_chain(model: CheckpointedChain, around: ActivationOffload | None = None, tokens: int = TOKENS) -> Tensor:
     x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(0))
     visit = around and around.visit()
     if visit:
@@ -45,22 +47,22 @@ def forward(model: Chain, around: Activations | None = None, tokens: int = TOKEN
     return loss
 
 
-def same(got: list[Tensor], want: list[Tensor]) -> bool:
+def tensors_equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_keeps_its_part(ranks: int, make: type[Chain]) -> None:
-    want = gradients(build(make=make))
+def test_each_rank_keeps_its_part(ranks: int, make: type[CheckpointedChain]) -> None:
+    want = chain_gradients(build_seeded_model(make=make))
 
     def rank(world: World) -> tuple[bool, int, int]:
         space, moved = DeviceSpace(CPU), Counter[str]()
-        home = SpaceHome(space, CPU, moved, ("device>host", "host>device"))
+        home = MemoryActivationStorage(space, CPU, moved, ("device>host", "host>device"))
         sharers = world.communicator(tuple(range(world.size)), "activations")
-        model, around = build(make=make), Activations(home, CPU, sharers)
+        model, around = build_seeded_model(make=make), ActivationOffload(home, CPU, sharers)
         around.leave(model.parameters())
-        equal = [same(gradients(model, around), want) for _ in range(2)]
+        equal = [tensors_equal(chain_gradients(model, around), want) for _ in range(2)]
         assert moved["device>host"] == moved["host>device"]
         return all(equal), space.held["activations"], moved["device>host"]
 
@@ -71,7 +73,7 @@ def test_each_rank_keeps_its_part(ranks: int, make: type[Chain]) -> None:
         assert moved == 2 * make.kept * part
 
 
-def stored(folder: Path, **options: bool) -> tuple[Home, Counter[str], list[FileStore]]:
+def build_file_home(folder: Path, **options: bool) -> tuple[ActivationStorage, Counter[str], list[FileStore]]:
     moved, stores = Counter[str](), list[FileStore]()
 
     def open_store(nbytes: int) -> FileStore:
@@ -79,19 +81,19 @@ def stored(folder: Path, **options: bool) -> tuple[Home, Counter[str], list[File
         return stores[-1]
 
     buffers = [FileStore.aligned(PIECE_BYTES) for _ in range(2)]
-    return FileHome(open_store, buffers, CPU, moved), moved, stores
+    return FileActivationStorage(open_store, buffers, CPU, moved), moved, stores
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_in_a_file(tmp_path: Path, make: type[Chain]) -> None:
-    model = build(make=make)
-    want = gradients(model)
-    home, moved, stores = stored(tmp_path)
-    around = Activations(home, CPU)
+def test_in_a_file(tmp_path: Path, make: type[CheckpointedChain]) -> None:
+    model = build_seeded_model(make=make)
+    want = chain_gradients(model)
+    home, moved, stores = build_file_home(tmp_path)
+    around = ActivationOffload(home, CPU)
     around.leave(model.parameters())
     for _ in range(3):
         moved.clear()
-        assert same(gradients(model, around), want)
+        assert tensors_equal(chain_gradients(model, around), want)
         assert moved == dict.fromkeys(("device>host", "host>nvme", "nvme>host", "host>device"), make.kept * INPUT)
     assert len(stores) == 1 and not list(tmp_path.iterdir())
 
@@ -99,27 +101,27 @@ def test_in_a_file(tmp_path: Path, make: type[Chain]) -> None:
 @pytest.mark.slow
 def test_inputs_longer_than_the_buffers(tmp_path: Path) -> None:
     tokens = 3 * 2 * PIECE_BYTES // (4 * DIM) + 1
-    model = build(make=Chain)
-    want = gradients(model, tokens=tokens)
-    around = Activations(stored(tmp_path)[0], CPU)
+    model = build_seeded_model(make=CheckpointedChain)
+    want = chain_gradients(model, tokens=tokens)
+    around = ActivationOffload(build_file_home(tmp_path)[0], CPU)
     for _ in range(2):
-        assert same(gradients(model, around, tokens), want)
+        assert tensors_equal(chain_gradients(model, around, tokens), want)
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_disk_that_fails_is_named_and_the_next_step_is_right(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build(make=Chain)
-    want = gradients(model)
-    home, _, _ = stored(tmp_path)
-    around = Activations(home, CPU)
-    assert same(gradients(model, around), want)
-    strike(verb, monkeypatch)
+    model = build_seeded_model(make=CheckpointedChain)
+    want = chain_gradients(model)
+    home, _, _ = build_file_home(tmp_path)
+    around = ActivationOffload(home, CPU)
+    assert tensors_equal(chain_gradients(model, around), want)
+    break_store_call(verb, monkeypatch)
     with pytest.raises(StorageError, match="EIO"):
-        gradients(model, around)
+        chain_gradients(model, around)
     for _ in range(2):
-        assert same(gradients(model, around), want)
+        assert tensors_equal(chain_gradients(model, around), want)
     gone = weakref.ref(home)
     del home, around
     gc.collect()
@@ -127,21 +129,21 @@ def test_a_disk_that_fails_is_named_and_the_next_step_is_right(
 
 
 def test_what_could_not_be_stored_is_not_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    around = Activations(stored(tmp_path)[0], CPU)
-    loss = forward(build(make=Chain), around)
-    strike("read", monkeypatch)
+    around = ActivationOffload(build_file_home(tmp_path)[0], CPU)
+    loss = forward_chain(build_seeded_model(make=CheckpointedChain), around)
+    break_store_call("read", monkeypatch)
     with pytest.raises(StorageError, match="EIO"):
         loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
-    strike("write", monkeypatch, after=Chain.kept - 1)  # the last, for which backward waits
-    loss = forward(build(make=Chain), around)
+    break_store_call("write", monkeypatch, after=CheckpointedChain.kept - 1)  # the last, for which backward waits
+    loss = forward_chain(build_seeded_model(make=CheckpointedChain), around)
     with pytest.raises(StorageError, match="EIO"):
         loss.backward(retain_graph=True)
     with pytest.raises(StateError, match="storing failed"):
         loss.backward(retain_graph=True)
 
 
-def strike(verb: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+def break_store_call(verb: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
     """Have one call of a store's ``verb`` raise."""
     plain: Callable[..., object] = getattr(FileStore, verb)
     calls = itertools.count()
@@ -160,7 +162,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         raise OutOfSpace("folder", expected=f"{nbytes} bytes", got="0", do="Make room.")
 
     buffers = [FileStore.aligned(PIECE_BYTES) for _ in range(2)]
-    around = Activations(FileHome(full, buffers, CPU, Counter()), CPU)
-    model = build(make=Chain)
+    around = ActivationOffload(FileActivationStorage(full, buffers, CPU, Counter()), CPU)
+    model = build_seeded_model(make=CheckpointedChain)
     with pytest.raises(OutOfSpace):
-        gradients(model, around)
+        chain_gradients(model, around)

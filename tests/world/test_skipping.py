@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import ConfigError, Settings, StateError, comm
 from npuzero.comm import World
-from world.toy import build, loss_of, tokens_of
+from world.toy import build_seeded_model, toy_loss, toy_tokens
 from world.train import CutSession, Session, assert_same_bits, run_cut
 
 #: By step, on which of two ranks the loss is infinite.
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def loop(session: Session, kind: str, steps: list[int], clip: float | None, looks: bool) -> None:
+def train_skipping_steps(session: Session, kind: str, steps: list[int], clip: float | None, looks: bool) -> None:
     """Training that looks for inf and NaN, or leaves the bad steps out by itself."""
     chosen, options = OPTIMIZERS[kind]
     optimizer = session.optimizer(chosen, **options)
@@ -51,10 +51,10 @@ def test_a_skipped_step_leaves_no_trace(plan: str, kind: str, precision: str) ->
     clip = 0.5 if precision == "fp32" else None
 
     def looking(session: Session) -> None:
-        loop(session, kind, list(range(STEPS)), clip, looks=True)
+        train_skipping_steps(session, kind, list(range(STEPS)), clip, looks=True)
 
     def by_hand(session: Session) -> None:
-        loop(session, kind, [step for step in range(STEPS) if step not in BAD], clip, looks=False)
+        train_skipping_steps(session, kind, [step for step in range(STEPS) if step not in BAD], clip, looks=False)
 
     found, expected = (run_cut(scenario, 2, plan=plan, precision=precision) for scenario in (looking, by_hand))
     for rank in range(2):
@@ -66,10 +66,10 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a value was asked for")
 
     def rank(world: World) -> None:
-        model = npuzero.zero(build(), 3, world=world)
+        model = npuzero.zero(build_seeded_model(), 3, world=world)
         optimizer = npuzero.AdamW(model.parameters())
         for _ in range(2):
-            loss_of(model, tokens_of(0, 0, 0)).backward()
+            toy_loss(model, toy_tokens(0, 0, 0)).backward()
             with monkeypatch.context() as patch:
                 for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy"):
                     patch.setattr(Tensor, name, refuse)
@@ -92,7 +92,7 @@ def test_without_gradients_there_is_nothing_to_skip() -> None:
 # -- parameters that take no part --------------------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
+class SkippableBranches(nn.Module):
     """Two layers behind one, of which a rank may leave out either."""
 
     def __init__(self) -> None:
@@ -109,9 +109,12 @@ class Branches(nn.Module):
         return torch.stack([layer(x) for layer in used]).sum(0)
 
 
-def branches(world: World, stage: int, **settings: Any) -> tuple[nn.Module, Any, Callable[[str], None]]:
+def build_branches(world: World, stage: int, **settings: Any) -> tuple[nn.Module, Any, Callable[[str], None]]:
     model = npuzero.zero(
-        build(make=Branches), stage, world=world, settings=Settings(ignore_unused_parameters=False, **settings)
+        build_seeded_model(make=SkippableBranches),
+        stage,
+        world=world,
+        settings=Settings(ignore_unused_parameters=False, **settings),
     )
     optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
 
@@ -128,7 +131,7 @@ def test_an_unused_parameter_stops_every_rank(stage: int, ways: tuple[str, str])
     """By name and without a trace; afterwards training goes on. What was frozen is not missed."""
 
     def rank(world: World) -> None:
-        model, optimizer, backward = branches(world, stage)
+        model, optimizer, backward = build_branches(world, stage)
         backward("both")
         optimizer.step()
         optimizer.zero_grad()
@@ -153,7 +156,7 @@ def test_an_unused_parameter_stops_every_rank(stage: int, ways: tuple[str, str])
 
 def test_one_rank_alone_is_told_and_a_step_without_a_backward_pass_is_none() -> None:
     def rank(world: World) -> None:
-        _, optimizer, backward = branches(world, 3)
+        _, optimizer, backward = build_branches(world, 3)
         optimizer.step()
         backward("right")
         with pytest.raises(StateError, match=r"left\.weight, left\.bias\."):
@@ -164,7 +167,7 @@ def test_one_rank_alone_is_told_and_a_step_without_a_backward_pass_is_none() -> 
 
 def test_it_is_left_out_by_default() -> None:
     def rank(world: World) -> bool:
-        session = CutSession(build(), world, plan="zero2")
+        session = CutSession(build_seeded_model(), world, plan="zero2")
         optimizer = session.optimizer(torch.optim.AdamW, lr=0.1)
         session.loss().backward()
         optimizer.step()
@@ -176,7 +179,7 @@ def test_it_is_left_out_by_default() -> None:
 def test_an_update_that_begins_early_cannot_wait_for_the_question() -> None:
     def rank(world: World) -> None:
         settings = Settings(ignore_unused_parameters=False)
-        model = npuzero.zero(build(make=Branches), plan="offload", world=world, settings=settings)
+        model = npuzero.zero(build_seeded_model(make=SkippableBranches), plan="offload", world=world, settings=settings)
         optimizer = npuzero.AdamW(model.parameters(), early=True)
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(ConfigError, match=r"ignore_unused_parameters=False.*without early=True"):

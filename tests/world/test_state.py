@@ -19,14 +19,14 @@ from npuzero.comm import World
 from npuzero.errors import CheckpointError, StateError
 from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
-from world.toy import Recipe, ToyGPT, build, loss_of, tokens_of
-from world.train import CutSession, PlainSession, State, assert_close, assert_same_bits, train
+from world.toy import ToyGPT, TrainingRecipe, build_seeded_model, toy_loss, toy_tokens
+from world.train import CutSession, PlainSession, State, assert_same_bits, assert_states_close, train_by_recipe
 
 every_plan = pytest.mark.parametrize("plan", npuzero.PRESETS)
 CUT = ("zero3", "hpz", "hsdp", "zero3-keep")
 
 
-class Normalized(nn.Module):
+class NormalizedModel(nn.Module):
     """Buffers of several dtypes, some of them not saved."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Normalized(nn.Module):
 _collecting = threading.Lock()
 
 
-def collect() -> None:
+def collect_garbage() -> None:
     """gc.collect() does nothing while another thread is in it."""
     with _collecting:
         gc.collect()
@@ -58,20 +58,20 @@ def test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters(plan: s
     """In bf16, where the masters of what stays have bits that no parameter shows."""
 
     def rank(world: World, part: bool) -> State:
-        model = npuzero.zero(build(), plan=plan, precision="bf16", world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, precision="bf16", world=world)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         name = next(name for name in model.state_dict(keep_vars=True) if name.endswith("weight"))
-        value = torch.full_like(build().state_dict()[name], 0.25)
+        value = torch.full_like(build_seeded_model().state_dict()[name], 0.25)
         if part:
             npuzero.load_full_state_dict(model, {name: value, "elsewhere": torch.ones(1)}, strict=False)
         else:
             npuzero.apply_pending(model)
             with npuzero.gathered(model, write=True), torch.no_grad():
                 model.get_parameter(name).copy_(value)
-        loss_of(model, tokens_of(1, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(1, 0, world.rank)).backward()
         optimizer.step()
         npuzero.apply_pending(model)
         return npuzero.full_state_dict(model, rank0_only=False)
@@ -80,29 +80,31 @@ def test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters(plan: s
     assert_same_bits(loaded, written)
 
     def other(world: World) -> None:
-        model = npuzero.zero(build(), plan=plan, world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, world=world)
         names = sorted(model.state_dict(keep_vars=True))[: 1 + world.rank]
         with pytest.raises(CheckpointError, match=names[-1] if world.rank else "missing|unknown"):
-            npuzero.load_full_state_dict(model, {name: build().state_dict()[name] for name in names}, strict=False)
+            npuzero.load_full_state_dict(
+                model, {name: build_seeded_model().state_dict()[name] for name in names}, strict=False
+            )
 
     comm.run_threads(2, other)
 
 
 @every_plan
-@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, Normalized])
+@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, NormalizedModel])
 def test_full_state_dict_is_that_of_the_plain_model(make: type[nn.Module], plan: str) -> None:
     """By every name, tied ones too, in torch's order; tied names share a tensor."""
-    expected = build(make=make).state_dict()
+    expected = build_seeded_model(make=make).state_dict()
 
     def both_ways(world: World) -> tuple[State, State]:
-        model = npuzero.zero(build(make=make), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_seeded_model(make=make), plan=plan, local_size=2, world=world)
         return npuzero.full_state_dict(model), npuzero.full_state_dict(model, rank0_only=False)
 
     outcomes = comm.run_threads(4, both_ways)
     assert [bool(rank0) for rank0, _ in outcomes] == [True, False, False, False]
     for state in (outcomes[0][0], *(everywhere for _, everywhere in outcomes)):
         assert list(state) == list(expected)
-        assert_same_bits(state, bits_of_plain(build(make=make)))
+        assert_same_bits(state, bits_of_plain(build_seeded_model(make=make)))
         for name, value in expected.items():
             assert state[name].dtype == value.dtype
             tied = {
@@ -116,10 +118,12 @@ def test_all_ranks_start_from_rank_0(plan: str) -> None:
     """Parameters and buffers, saved or not, whatever each rank's seed was."""
 
     def start(world: World) -> State:
-        model = npuzero.zero(build(seed=world.rank, make=Normalized), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(
+            build_seeded_model(seed=world.rank, make=NormalizedModel), plan=plan, local_size=2, world=world
+        )
         return npuzero.full_state_dict(model, rank0_only=False) | {"scratch": model.scratch}
 
-    plain = build(make=Normalized)
+    plain = build_seeded_model(make=NormalizedModel)
     for state in comm.run_threads(4, start):
         assert_same_bits(state, bits_of_plain(plain) | {"scratch": plain.scratch})
 
@@ -127,21 +131,21 @@ def test_all_ranks_start_from_rank_0(plan: str) -> None:
 @every_plan
 def test_load_full_state_dict(plan: str) -> None:
     """Rank 0's values arrive everywhere, and training goes on from them."""
-    recipe = Recipe(steps=2)
+    recipe = TrainingRecipe(steps=2)
 
     def load(world: World) -> tuple[State, State]:
-        session = CutSession(build(seed=1), world, plan=plan, local_size=2)
-        train(session, recipe)
-        session.load(build(seed=7 + world.rank).state_dict())
+        session = CutSession(build_seeded_model(seed=1), world, plan=plan, local_size=2)
+        train_by_recipe(session, recipe)
+        session.load(build_seeded_model(seed=7 + world.rank).state_dict())
         loaded = session.state()
-        train(session, recipe)
+        train_by_recipe(session, recipe)
         return loaded, session.state()
 
-    expected = PlainSession(build(seed=7), range(4), 4)
-    train(expected, recipe)
+    expected = PlainSession(build_seeded_model(seed=7), range(4), 4)
+    train_by_recipe(expected, recipe)
     for loaded, trained in comm.run_threads(4, load):
-        assert_same_bits(loaded, bits_of_plain(build(seed=7)))
-        assert_close(trained, expected.state())
+        assert_same_bits(loaded, bits_of_plain(build_seeded_model(seed=7)))
+        assert_states_close(trained, expected.state())
 
 
 def test_buffers_and_extra_states_come_whole() -> None:
@@ -178,8 +182,8 @@ def test_buffers_and_extra_states_come_whole() -> None:
 
 def test_loading_what_does_not_fit_is_an_error() -> None:
     def load(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
-        state = build().state_dict()
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
+        state = build_seeded_model().state_dict()
         with pytest.raises(CheckpointError, match="missing"):
             npuzero.load_full_state_dict(model, {name: value for name, value in state.items() if name != "scale"})
         with pytest.raises(CheckpointError, match="unknown"):
@@ -196,16 +200,16 @@ def test_torchs_load_state_dict_works_where_parameters_are_whole(plan: str) -> N
     for precision in (None, "bf16"):
 
         def load(world: World, precision: str | None = precision) -> State:
-            session = CutSession(build(seed=1), world, plan=plan, precision=precision)
-            train(session, Recipe(steps=1))
-            session.model.load_state_dict(build(seed=7).state_dict())
+            session = CutSession(build_seeded_model(seed=1), world, plan=plan, precision=precision)
+            train_by_recipe(session, TrainingRecipe(steps=1))
+            session.model.load_state_dict(build_seeded_model(seed=7).state_dict())
             optimizer = npuzero.AdamW(session.model.parameters(), lr=0.0, weight_decay=0.0)
             session.loss(0).backward()
             optimizer.step()  # writes the masters into the parameters
             return session.state()
 
         kind = torch.bfloat16 if precision else torch.float32
-        expected = {name: value.to(kind) for name, value in build(seed=7).named_parameters()}
+        expected = {name: value.to(kind) for name, value in build_seeded_model(seed=7).named_parameters()}
         for state in comm.run_threads(2, load):
             assert_same_bits({name: state[name] for name in expected}, expected)
 
@@ -216,10 +220,10 @@ def test_after_torchs_load_state_dict_nothing_is_left_of_what_was_trained(plan: 
     """Masters are the loaded values: training goes on, to the bit, as that of a model which began with them."""
 
     def trained(world: World, before: int) -> State:
-        session = CutSession(build(seed=1), world, plan=plan, precision=precision)
-        train(session, Recipe(steps=before))
-        session.model.load_state_dict(build(seed=7).state_dict())
-        train(session, Recipe(steps=2))
+        session = CutSession(build_seeded_model(seed=1), world, plan=plan, precision=precision)
+        train_by_recipe(session, TrainingRecipe(steps=before))
+        session.model.load_state_dict(build_seeded_model(seed=7).state_dict())
+        train_by_recipe(session, TrainingRecipe(steps=2))
         return session.state()
 
     for found, expected in comm.run_threads(2, lambda world: (trained(world, 2), trained(world, 0))):
@@ -231,9 +235,11 @@ def test_loaded_parameters_are_rounded_as_an_update_rounds_them(precision: str) 
     """Also those between two values of the precision: an update that changes nothing moves no bit of them."""
 
     def load(world: World) -> tuple[State, State]:
-        session = CutSession(build(), world, plan="zero1", precision=precision)
+        session = CutSession(build_seeded_model(), world, plan="zero1", precision=precision)
         between = {"bf16": 2.0**-8, "bf16-split": 2.0**-8, "fp16": 2.0**-11}[precision]
-        session.load({name: torch.full_like(value, 1 + between) for name, value in build().state_dict().items()})
+        session.load(
+            {name: torch.full_like(value, 1 + between) for name, value in build_seeded_model().state_dict().items()}
+        )
         loaded = session.state()
         optimizer = npuzero.AdamW(session.model.parameters(), lr=0.0, weight_decay=0.0)
         session.loss(0).backward()
@@ -247,14 +253,14 @@ def test_loaded_parameters_are_rounded_as_an_update_rounds_them(precision: str) 
 @every_plan
 def test_gathered_parameters_are_whole(plan: str) -> None:
     def look(world: World) -> None:
-        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, local_size=2, world=world)
         with npuzero.gathered(model):
-            for name, parameter in build().named_parameters():
+            for name, parameter in build_seeded_model().named_parameters():
                 assert torch.equal(model.get_parameter(name), parameter)
             assert model.tokens.weight.norm() > 0
-        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        toy_loss(model, toy_tokens(0, 0, world.rank)).backward()
         with npuzero.gathered(model):
-            assert torch.equal(model.head.weight, build().head.weight)
+            assert torch.equal(model.head.weight, build_seeded_model().head.weight)
         if plan in CUT:
             with pytest.raises(StateError, match="while it is"):
                 model.tokens.weight.norm()
@@ -265,19 +271,19 @@ def test_gathered_parameters_are_whole(plan: str) -> None:
 @every_plan
 def test_a_deleted_model_is_freed(plan: str) -> None:
     def live_and_die(world: World) -> None:
-        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        model = npuzero.zero(build_seeded_model(), plan=plan, local_size=2, world=world)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
-            loss_of(model, tokens_of(step, 0, world.rank)).backward()
+            toy_loss(model, toy_tokens(step, 0, world.rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            loss_of(model, tokens_of(2, 0, world.rank))  # waits for what the last step set off
+            toy_loss(model, toy_tokens(2, 0, world.rank))  # waits for what the last step set off
         died = {"model": weakref.ref(model), "engine": weakref.ref(engine_of(model))}
         died |= {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         died |= {f"flat {i}": weakref.ref(flat.whole) for i, flat in enumerate(engine_of(model).flats())}
         del model, optimizer
-        collect()
+        collect_garbage()
         assert [name for name, reference in died.items() if reference() is not None] == []
 
     comm.run_threads(2, live_and_die)
@@ -285,10 +291,10 @@ def test_a_deleted_model_is_freed(plan: str) -> None:
 
 def test_an_optimizer_over_a_deleted_model_says_so() -> None:
     def outlive(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         del model
-        collect()
+        collect_garbage()
         with pytest.raises(StateError, match="deleted"):
             optimizer.step()
 
@@ -297,7 +303,7 @@ def test_an_optimizer_over_a_deleted_model_says_so() -> None:
 
 def test_a_cut_model_cannot_be_copied() -> None:
     def try_it(world: World) -> None:
-        model = npuzero.zero(build(), plan="zero3", world=world)
+        model = npuzero.zero(build_seeded_model(), plan="zero3", world=world)
         with pytest.raises(StateError, match="full_state_dict"):
             copy.deepcopy(model)
         with pytest.raises(StateError, match="full_state_dict"):

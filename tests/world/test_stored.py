@@ -14,12 +14,12 @@ import npuzero
 from npuzero import Precision, Settings, comm
 from npuzero.comm import World
 from npuzero.errors import ConfigError
-from world.toy import EPS, Recipe, build, loss_of, tokens_of
-from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
+from world.toy import EPS, TrainingRecipe, build_seeded_model, toy_loss, toy_tokens
+from world.train import CutSession, Session, State, assert_same_bits, run_cut, train_by_recipe
 
 BF16 = torch.bfloat16
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-CLIPPED = Recipe(steps=3, micro_batches=2, clip=0.5, groups=True)
+CLIPPED = TrainingRecipe(steps=3, micro_batches=2, clip=0.5, groups=True)
 WHOLE, SPLIT = Precision(BF16), Precision(BF16, masters="split")
 #: Where something is rounded stochastically, or in blocks.
 FEW = {
@@ -31,7 +31,7 @@ FEW = {
 }
 
 
-def masters_of(session: CutSession) -> State:
+def flat_masters(session: CutSession) -> State:
     """Whole float32 masters by flat."""
     engine = npuzero.api.model.engine_of(session.model)
     return {
@@ -43,15 +43,15 @@ def masters_of(session: CutSession) -> State:
 
 
 @cache
-def trained(plan: str, precision: Precision, recipe: Recipe, size: int) -> State:
+def train_stored(plan: str, precision: Precision, recipe: TrainingRecipe, size: int) -> State:
     """Model, masters and optimizer state in the end."""
 
     def rank(world: World) -> State:
-        session = CutSession(build(), world, plan=plan, local_size=-(-size // 2), precision=precision)
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=-(-size // 2), precision=precision)
         optimizers: list[torch.optim.Optimizer] = []
         make = session.optimizer
         session.optimizer = lambda *a, **k: optimizers.append(make(*a, **k)) or optimizers[0]  # type: ignore[method-assign]
-        state = train(session, recipe) | session.state() | masters_of(session)
+        state = train_by_recipe(session, recipe) | session.state() | flat_masters(session)
         moments = optimizers[0].state_dict()["state"]
         return state | {f"{i}.{name}": value for i, values in moments.items() for name, value in values.items()}
 
@@ -66,20 +66,20 @@ def trained(plan: str, precision: Precision, recipe: Recipe, size: int) -> State
 def test_split_masters_are_whole_masters_to_the_bit(plan: str, size: int) -> None:
     if size % -(-size // 2):
         pytest.skip("two levels need an even number of ranks")
-    assert_same_bits(trained(plan, SPLIT, CLIPPED, size), trained(plan, WHOLE, CLIPPED, size))
+    assert_same_bits(train_stored(plan, SPLIT, CLIPPED, size), train_stored(plan, WHOLE, CLIPPED, size))
 
 
 def test_split_masters_are_whole_masters_with_moments_in_few_bits() -> None:
     for moments in ("bf16", "int8"):
-        few = [trained("zero2", replace(p, moments=moments), CLIPPED, 2) for p in (SPLIT, WHOLE)]
+        few = [train_stored("zero2", replace(p, moments=moments), CLIPPED, 2) for p in (SPLIT, WHOLE)]
         assert_same_bits(*few)
 
 
 @pytest.mark.parametrize("precision", FEW)
 def test_stages_give_the_same_bits(precision: str) -> None:
-    expected = trained(STAGES[0], FEW[precision], Recipe(steps=3, clip=0.5), 2)
+    expected = train_stored(STAGES[0], FEW[precision], TrainingRecipe(steps=3, clip=0.5), 2)
     for plan in STAGES[1:]:
-        assert_same_bits(trained(plan, FEW[precision], Recipe(steps=3, clip=0.5), 2), expected)
+        assert_same_bits(train_stored(plan, FEW[precision], TrainingRecipe(steps=3, clip=0.5), 2), expected)
 
 
 @pytest.mark.parametrize("precision", FEW)
@@ -88,7 +88,7 @@ def test_buckets_and_ranks_change_no_bit(precision: str) -> None:
     def alike(session: Session) -> State:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
-            loss_of(session.model, tokens_of(step, 0, 0)).backward()
+            toy_loss(session.model, toy_tokens(step, 0, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return {}
@@ -128,10 +128,10 @@ def test_a_hundred_steps_stay_near_float32(precision: str) -> None:
 def test_an_optimizer_state_goes_on_where_it_was(precision: str) -> None:
     def run(world: World) -> None:
         kinds = {"plan": "zero3", "precision": FEW[precision]}
-        one = CutSession(build(), world, **kinds)
+        one = CutSession(build_seeded_model(), world, **kinds)
         first = one.optimizer(torch.optim.AdamW, lr=1e-2, amsgrad=True)
-        _steps(one, first, range(3))
-        other = CutSession(build(seed=1), world, **kinds)
+        _run_stored_steps(one, first, range(3))
+        other = CutSession(build_seeded_model(seed=1), world, **kinds)
         second = other.optimizer(torch.optim.AdamW, lr=1e-2, amsgrad=True)
         engines = [npuzero.api.model.engine_of(session.model) for session in (one, other)]
         state = first.state_dict()
@@ -142,13 +142,13 @@ def test_an_optimizer_state_goes_on_where_it_was(precision: str) -> None:
             theirs.write_master(everything, mine.read_master(everything))
         second.load_state_dict(state)
         for session, optimizer in ((one, first), (other, second)):
-            _steps(session, optimizer, range(3, 5))
+            _run_stored_steps(session, optimizer, range(3, 5))
         assert_same_bits(other.state(), one.state())
 
     comm.run_threads(2, run)
 
 
-def _steps(session: Session, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def _run_stored_steps(session: Session, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         session.loss(step).backward()
         optimizer.step()
@@ -160,12 +160,12 @@ def test_plain_parameters_are_updated_as_those_of_a_plan(precision: str) -> None
     kinds = FEW[precision]
 
     def rank(world: World) -> None:
-        cut = CutSession(build().to(kinds.parameters), world, plan="zero0", precision=kinds)
-        model = build().to(kinds.parameters)
+        cut = CutSession(build_seeded_model().to(kinds.parameters), world, plan="zero0", precision=kinds)
+        model = build_seeded_model().to(kinds.parameters)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=EPS, masters=kinds.masters, moments=kinds.moments)
-        _steps(cut, cut.optimizer(torch.optim.AdamW, lr=1e-2), range(3))
+        _run_stored_steps(cut, cut.optimizer(torch.optim.AdamW, lr=1e-2), range(3))
         for step in range(3):
-            loss_of(model, tokens_of(step, 0, 0)).backward()
+            toy_loss(model, toy_tokens(step, 0, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
         names = dict(model.named_parameters())
@@ -200,7 +200,7 @@ def test_a_plain_optimizers_state_is_float32_and_comes_back(kinds: dict[str, Any
 @pytest.mark.parametrize("precision", FEW)
 def test_torchs_optimizers_refuse_what_they_cannot_keep(precision: str) -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan="zero2", precision=FEW[precision])
+        session = CutSession(build_seeded_model(), world, plan="zero2", precision=FEW[precision])
         optimizer = session.optimizer(torch.optim.AdamW, fused=False, lr=1e-2)
         session.loss().backward()
         with pytest.raises(ConfigError, match=r"precision\.(masters|moments)"):
@@ -211,7 +211,7 @@ def test_torchs_optimizers_refuse_what_they_cannot_keep(precision: str) -> None:
 
 def test_a_choice_that_a_plan_contradicts_is_refused() -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan="zero2", precision="bf16")
+        session = CutSession(build_seeded_model(), world, plan="zero2", precision="bf16")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, moments="int8")
         session.loss().backward()
         with pytest.raises(ConfigError, match="moments='int8'"):

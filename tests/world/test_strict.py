@@ -30,11 +30,11 @@ def step_as_torch_does(model: nn.Module) -> None:
     torch.optim.SGD([next(model.parameters())], lr=0.1, foreach=False).step()
 
 
-def mix(model: nn.Module) -> None:
+def mix_parameters(model: nn.Module) -> None:
     npuzero.AdamW([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1).step()
 
 
-def load(model: nn.Module) -> None:
+def load_empty_state(model: nn.Module) -> None:
     model.load_state_dict({})
 
 
@@ -42,17 +42,17 @@ def ask_for_the_state(model: nn.Module) -> None:
     model.state_dict()
 
 
-def read(model: nn.Module) -> None:
+def read_weight(model: nn.Module) -> None:
     model[1].weight.sum()  # type: ignore[index]
 
 
 def read_before_backward(model: nn.Module) -> None:
     model(torch.ones(2, 4))
-    read(model)
+    read_weight(model)
 
 
 @torch.no_grad()
-def write(model: nn.Module) -> None:
+def write_weight(model: nn.Module) -> None:
     model[1].weight.fill_(1.0)  # type: ignore[index]
 
 
@@ -68,13 +68,13 @@ def differentiate_twice(model: nn.Module) -> None:
     model(torch.ones(2, 4)).square().sum().backward(create_graph=True)
 
 
-def blocks() -> nn.Sequential:
+def two_linear_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def refusal(world: World, act: Act, plan: str, strict: bool) -> str | None:
-    model = npuzero.zero(blocks(), plan=plan, world=world, settings=npuzero.Settings(strict=strict))
+def refusal_text(world: World, act: Act, plan: str, strict: bool) -> str | None:
+    model = npuzero.zero(two_linear_model(), plan=plan, world=world, settings=npuzero.Settings(strict=strict))
     model(torch.ones(2, 4)).sum().backward()
     try:
         act(model)
@@ -90,14 +90,14 @@ CASES: list[tuple[Act, str]] = [
     (read_gradient, "zero2"),
     (clip_as_torch_does, "zero2"),
     (step_as_torch_does, "zero2"),
-    (mix, "zero1"),
-    (load, "zero3"),
+    (mix_parameters, "zero1"),
+    (load_empty_state, "zero3"),
     (ask_for_the_state, "zero3"),
-    (read, "zero3"),
-    (read, "hpz"),
+    (read_weight, "zero3"),
+    (read_weight, "hpz"),
     (read_before_backward, "zero3"),
     (read_before_backward, "zero3-keep"),
-    (write, "zero3"),
+    (write_weight, "zero3"),
     (write_into_data, "zero3"),
     (replace_data, "zero3"),
     (differentiate_twice, "zero3"),
@@ -107,14 +107,14 @@ CASES: list[tuple[Act, str]] = [
 @pytest.mark.parametrize(("act", "plan"), CASES, ids=lambda case: getattr(case, "__name__", case))
 @pytest.mark.usefixtures("permissive")
 def test_one_strict_rank_refuses_what_two_refuse(act: Act, plan: str) -> None:
-    on_two = comm.run_threads(2, lambda world: refusal(world, act, plan, False))[0]
-    on_one = comm.run_threads(1, lambda world: refusal(world, act, plan, True))[0]
+    on_two = comm.run_threads(2, lambda world: refusal_text(world, act, plan, False))[0]
+    on_one = comm.run_threads(1, lambda world: refusal_text(world, act, plan, True))[0]
     assert on_two is not None and on_one is not None
     assert on_one.startswith(on_two)
     # What writes gradients, as torch's optimizers and clipping do, is refused without strict mode, too.
     if act not in (clip_as_torch_does, step_as_torch_does):
         assert HINT in on_one.removeprefix(on_two)
-        assert comm.run_threads(1, lambda world: refusal(world, act, plan, False)) == [None]
+        assert comm.run_threads(1, lambda world: refusal_text(world, act, plan, False)) == [None]
 
 
 @pytest.mark.usefixtures("permissive")
@@ -125,7 +125,7 @@ def test_two_ranks_know_no_strict_mode() -> None:
 
     def run(world: World, strict: bool) -> tuple[list[str], npuzero.Report]:
         settings = npuzero.Settings(strict=strict)
-        model = npuzero.zero(blocks(), plan=plan, world=world, settings=settings)
+        model = npuzero.zero(two_linear_model(), plan=plan, world=world, settings=settings)
         optimizer = npuzero.AdamW(model.parameters())
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -138,14 +138,14 @@ def test_two_ranks_know_no_strict_mode() -> None:
 def test_the_variable_makes_every_model_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (("0", False), ("1", True)):
         monkeypatch.setenv("NPUZERO_STRICT", text)
-        found = comm.run_threads(1, lambda world: refusal(world, mix, "zero1", False))
+        found = comm.run_threads(1, lambda world: refusal_text(world, mix_parameters, "zero1", False))
         assert (found != [None]) is expected
     monkeypatch.setenv("NPUZERO_STRICT", "yes")
     with pytest.raises(npuzero.errors.ConfigError, match="NPUZERO_STRICT: expected one of 0, 1"):
-        comm.run_threads(1, lambda world: refusal(world, mix, "zero1", False))
+        comm.run_threads(1, lambda world: refusal_text(world, mix_parameters, "zero1", False))
 
 
-class Clamped(nn.Module):
+class ClampedLayer(nn.Module):
     """A block that writes its own weight, and has a parameter that does not train."""
 
     def __init__(self) -> None:
@@ -159,12 +159,16 @@ class Clamped(nn.Module):
         return self.linear(x).tanh() * self.scale
 
 
-def train(world: World, plan: str, precision: str, strict: bool, folder: Path) -> dict[str, object]:
+def train_strict(world: World, plan: str, precision: str, strict: bool, folder: Path) -> dict[str, object]:
     """Everything that a program may do on any number of ranks."""
     torch.manual_seed(0)
     settings = npuzero.Settings(strict=strict)
     model = npuzero.zero(
-        nn.Sequential(*[Clamped() for _ in range(3)]), plan=plan, precision=precision, world=world, settings=settings
+        nn.Sequential(*[ClampedLayer() for _ in range(3)]),
+        plan=plan,
+        precision=precision,
+        world=world,
+        settings=settings,
     )
     optimizer = npuzero.AdamW(model.parameters(), lr=0.01)
     found: dict[str, object] = {}
@@ -197,9 +201,9 @@ def train(world: World, plan: str, precision: str, strict: bool, folder: Path) -
 @pytest.mark.usefixtures("permissive")
 def test_strict_mode_moves_no_bit_and_no_byte(plan: str, precision: str, tmp_path: Path) -> None:
     plain, strict = (
-        comm.run_threads(1, lambda world, strict=strict: train(world, plan, precision, strict, tmp_path / str(strict)))[
-            0
-        ]
+        comm.run_threads(
+            1, lambda world, strict=strict: train_strict(world, plan, precision, strict, tmp_path / str(strict))
+        )[0]
         for strict in (False, True)
     )
     assert plain.keys() == strict.keys()
@@ -212,13 +216,13 @@ def test_strict_mode_moves_no_bit_and_no_byte(plan: str, precision: str, tmp_pat
 @pytest.mark.parametrize("plan", ["zero3", "hpz"])
 def test_a_strict_step_holds_and_sends_what_is_predicted(plan: str) -> None:
     def run(world: World) -> tuple[npuzero.Report, npuzero.Report]:
-        model = npuzero.zero(blocks(), plan=plan, world=world, settings=npuzero.Settings(strict=True))
+        model = npuzero.zero(two_linear_model(), plan=plan, world=world, settings=npuzero.Settings(strict=True))
         optimizer = npuzero.AdamW(model.parameters())
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return npuzero.report(model), npuzero.predict(blocks(), plan, 1)
+        return npuzero.report(model), npuzero.predict(two_linear_model(), plan, 1)
 
     measured, predicted = comm.run_threads(1, run)[0]
     assert measured == predicted

@@ -13,23 +13,32 @@ import torch
 from torch import nn
 
 import npuzero
-from faults.fault_ranks import run_ranks as run_seen
+from faults.fault_ranks import run_faulty_ranks as run_seen
 from npuzero import checkpoint, comm
 from npuzero.comm import Mesh, World
 from npuzero.errors import CollectiveError, ConfigError, ContractError, StateError
 
-from .comm_ranks import run_ranks, values
-from .parity_ranks import digest
-from .toy import Recipe, build
-from .train import CutSession, PlainSession, State, assert_close, assert_same_bits, train, train_cut, train_plain
+from .comm_ranks import rank_results, run_comm_ranks
+from .parity_ranks import state_digest
+from .toy import TrainingRecipe, build_seeded_model
+from .train import (
+    CutSession,
+    PlainSession,
+    State,
+    assert_same_bits,
+    assert_states_close,
+    train_by_recipe,
+    train_plain,
+    train_sharded,
+)
 
 #: The ranks as 2 x 2; along each axis there are two groups of two.
 RANKS, LOCAL_SIZE = 4, 2
 AXES = ("node", "local")
-RECIPE = Recipe(steps=4, micro_batches=2, clip=0.5)
+RECIPE = TrainingRecipe(steps=4, micro_batches=2, clip=0.5)
 
 
-def part_of(world: World, axis: str) -> tuple[World, int]:
+def axis_subworld(world: World, axis: str) -> tuple[World, int]:
     """This rank's group along ``axis``, and which of the groups it is."""
     mesh = Mesh(world, LOCAL_SIZE)
     (other,) = set(AXES) - {axis}
@@ -38,19 +47,21 @@ def part_of(world: World, axis: str) -> tuple[World, int]:
 
 def train_part(world: World, axis: str, plan: str) -> State:
     """One group trains model 0, the other model 1."""
-    part, group = part_of(world, axis)
-    return train_cut(part, RECIPE, build(seed=group), plan=plan, local_size=1)[0]
+    part, group = axis_subworld(world, axis)
+    return train_sharded(part, RECIPE, build_seeded_model(seed=group), plan=plan, local_size=1)[0]
 
 
 @cache
-def plain(group: int) -> State:
-    return train_plain(build(seed=group), 2, RECIPE)
+def train_group_plain(group: int) -> State:
+    return train_plain(build_seeded_model(seed=group), 2, RECIPE)
 
 
 @cache
-def alone(group: int, plan: str) -> State:
+def train_group_alone(group: int, plan: str) -> State:
     """The same model in a run of two ranks."""
-    return comm.run_threads(2, lambda world: train_cut(world, RECIPE, build(seed=group), plan=plan, local_size=1)[0])[0]
+    return comm.run_threads(
+        2, lambda world: train_sharded(world, RECIPE, build_seeded_model(seed=group), plan=plan, local_size=1)[0]
+    )[0]
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -60,12 +71,12 @@ def test_each_group_trains_its_own_model(plan: str, axis: str) -> None:
     for rank, state in enumerate(states):
         node, local = divmod(rank, LOCAL_SIZE)
         group = local if axis == "node" else node
-        assert_close(state, plain(group))
-        assert_same_bits(state, alone(group, plan))  # rank by rank, nothing tells it from a run of its own
+        assert_states_close(state, train_group_plain(group))
+        assert_same_bits(state, train_group_alone(group, plan))  # rank by rank, nothing tells it from a run of its own
 
 
 def digest_part(world: World, axis: str, plan: str) -> str:
-    return digest(train_part(world, axis, plan))
+    return state_digest(train_part(world, axis, plan))
 
 
 @pytest.mark.world
@@ -74,8 +85,8 @@ def digest_part(world: World, axis: str, plan: str) -> str:
     [("node", "zero3", None), pytest.param("local", "hsdp", "gloo", marks=pytest.mark.slow)],
 )
 def test_processes_train_a_model_in_each_group(axis: str, plan: str, backend: str | None, tmp_path: Path) -> None:
-    digests = values(run_ranks(RANKS, digest_part, axis, plan, folder=tmp_path, backend=backend))
-    own = [digest(alone(group, plan)) for group in (0, 1)]
+    digests = rank_results(run_comm_ranks(RANKS, digest_part, axis, plan, folder=tmp_path, backend=backend))
+    own = [state_digest(train_group_alone(group, plan)) for group in (0, 1)]
     assert digests == (own * 2 if axis == "node" else [own[0], own[0], own[1], own[1]])
 
 
@@ -88,8 +99,8 @@ def test_a_model_on_all_ranks_beside_one_on_some() -> None:
         optimizer.zero_grad()
 
     def rank(world: World) -> tuple[State, State]:
-        part, group = part_of(world, "local")
-        both = [CutSession(build(), world, stage=3), CutSession(build(seed=1), part, stage=3)]
+        part, group = axis_subworld(world, "local")
+        both = [CutSession(build_seeded_model(), world, stage=3), CutSession(build_seeded_model(seed=1), part, stage=3)]
         optimizers = [session.optimizer(torch.optim.AdamW, lr=1e-2) for session in both]
         for _ in range(2):
             for i in (0, 1) if group else (1, 0):
@@ -98,18 +109,18 @@ def test_a_model_on_all_ranks_beside_one_on_some() -> None:
 
     expected = []
     for seed, size in ((0, RANKS), (1, LOCAL_SIZE)):
-        session = PlainSession(build(seed=seed), range(size), size)
+        session = PlainSession(build_seeded_model(seed=seed), range(size), size)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for _ in range(2):
             step(session, optimizer)
         expected.append(session.state())
     for states in comm.run_threads(RANKS, rank):
         for state, oracle in zip(states, expected, strict=True):
-            assert_close(state, oracle)
+            assert_states_close(state, oracle)
 
 
-def _trained(world: World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, CutSession]:
-    session = CutSession(build(seed=seed), world, stage=3)
+def _build_subworld_session(world: World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, CutSession]:
+    session = CutSession(build_seeded_model(seed=seed), world, stage=3)
     return session.model, session.optimizer(torch.optim.AdamW, lr=1e-2), session
 
 
@@ -118,13 +129,13 @@ def test_each_group_has_checkpoints_of_its_own(asynchronous: bool, tmp_path: Pat
     """Written and read by the ranks of a part, whichever of the run's they are."""
 
     def rank(world: World) -> tuple[State, State]:
-        part, group = part_of(world, "node")
-        model, optimizer, session = _trained(part, group)
+        part, group = axis_subworld(world, "node")
+        model, optimizer, session = _build_subworld_session(part, group)
         session.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
         checkpoint.save(tmp_path / f"{group}", model, optimizer, step=1, asynchronous=asynchronous).wait()
-        other, other_optimizer, resumed = _trained(part, 7)
+        other, other_optimizer, resumed = _build_subworld_session(part, 7)
         assert checkpoint.load(tmp_path / f"{group}", other, other_optimizer).step == 1
         for going, its in ((session, optimizer), (resumed, other_optimizer)):
             going.loss(1).backward()
@@ -139,14 +150,14 @@ def test_each_group_has_checkpoints_of_its_own(asynchronous: bool, tmp_path: Pat
 
 def test_each_group_exports_its_weights(tmp_path: Path) -> None:
     def rank(world: World) -> State:
-        part, group = part_of(world, "node")
-        model = npuzero.zero(build(seed=group), stage=3, world=part)
+        part, group = axis_subworld(world, "node")
+        model = npuzero.zero(build_seeded_model(seed=group), stage=3, world=part)
         npuzero.export(model, tmp_path / f"{group}.safetensors")
-        read = npuzero.zero(build(seed=7), stage=3, world=part, weights=tmp_path / f"{group}.safetensors")
+        read = npuzero.zero(build_seeded_model(seed=7), stage=3, world=part, weights=tmp_path / f"{group}.safetensors")
         return {name: value.detach() for name, value in npuzero.full_state_dict(read, rank0_only=False).items()}
 
     for place, state in enumerate(comm.run_threads(RANKS, rank)):
-        expected = build(seed=place % LOCAL_SIZE).state_dict()
+        expected = build_seeded_model(seed=place % LOCAL_SIZE).state_dict()
         assert_same_bits(state, {name: expected[name] for name in state})
 
 
@@ -232,10 +243,10 @@ def test_a_part_ends_with_the_world_and_alone() -> None:
 
 def test_parts_are_those_of_the_thread() -> None:
     def rank(world: World) -> None:
-        part, group = part_of(world, "node")
+        part, group = axis_subworld(world, "node")
         with comm.entered(part):
             assert comm.current_world() is part
-            model = npuzero.zero(build(seed=group), stage=3)
+            model = npuzero.zero(build_seeded_model(seed=group), stage=3)
         assert comm.current_world() is world
         assert len(npuzero.full_state_dict(model, rank0_only=False)) > 0
 
@@ -288,7 +299,7 @@ def test_a_rank_that_never_comes_to_its_part_is_a_timeout() -> None:
 
 def test_an_abort_in_a_part_is_the_runs() -> None:
     def rank(world: World) -> None:
-        part, _ = part_of(world, "local")
+        part, _ = axis_subworld(world, "local")
         if world.rank == 3:
             part.abort("no more")
         else:
@@ -305,13 +316,13 @@ CULPRIT = 1
 
 def trains_or_dies(world: World) -> None:
     """The culprit is killed in the middle of its part's training; a part without it trains to the end."""
-    part, group = part_of(world, "node")
-    model = npuzero.zero(build(seed=group), stage=3, world=part)
+    part, group = axis_subworld(world, "node")
+    model = npuzero.zero(build_seeded_model(seed=group), stage=3, world=part)
     if world.rank == CULPRIT:
         model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    session = CutSession(build(seed=group + 2), part, stage=3)
+    session = CutSession(build_seeded_model(seed=group + 2), part, stage=3)
     with comm.entered(part):
-        train(session, RECIPE)
+        train_by_recipe(session, RECIPE)
         model(torch.arange(12)[None]).square().mean().backward()
 
 
@@ -329,7 +340,9 @@ def test_a_rank_that_dies_ends_the_waiting_of_its_part() -> None:
 
 @pytest.mark.world
 def test_a_part_does_not_survive_a_fork(tmp_path: Path) -> None:
-    assert values(run_ranks(2, refuses_in_a_child, folder=tmp_path)) == ["StateError StateError StateError"] * 2
+    assert (
+        rank_results(run_comm_ranks(2, refuses_in_a_child, folder=tmp_path)) == ["StateError StateError StateError"] * 2
+    )
 
 
 def refuses_in_a_child(world: World) -> str:

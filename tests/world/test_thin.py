@@ -13,13 +13,13 @@ import npuzero
 from npuzero import Plan, Precision, comm
 from npuzero.comm import World
 from npuzero.plan import THINNED, MeshShape
-from world.thin import Chain, Oracle, batch, is_matrix, loss_of
-from world.toy import build
+from world.thin import MatrixChain, ThinOracle, chain_batch, chain_loss, is_matrix
+from world.toy import build_seeded_model
 
 MESHES = ((2, 2), (2, 4), (3, 2), (4, 2))
 
 
-class Seen(NamedTuple):
+class ThinStep(NamedTuple):
     """What a step of one rank showed."""
 
     weights: list[Tensor]  # as they rest
@@ -27,12 +27,12 @@ class Seen(NamedTuple):
     gradients: list[Tensor]
 
 
-def steps_of(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: int = 1) -> list[list[Seen]]:
+def run_thin_steps(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: int = 1) -> list[list[ThinStep]]:
     """By rank, what each step showed."""
 
-    def rank(world: World) -> list[Seen]:
+    def rank(world: World) -> list[ThinStep]:
         own = replace(plan, local_size=mesh.local)
-        model = npuzero.zero(build(0, Chain), plan=own, world=world, units=is_matrix)
+        model = npuzero.zero(build_seeded_model(0, MatrixChain), plan=own, world=world, units=is_matrix)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         seen = []
         for step in range(steps):
@@ -40,10 +40,10 @@ def steps_of(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: int = 1
             computed: list[list[Tensor]] = []
             for micro_batch in range(micro_batches):
                 model.seen.clear()
-                loss_of(model, batch(step, micro_batch, world.rank)).backward()
+                chain_loss(model, chain_batch(step, micro_batch, world.rank)).backward()
                 computed.append(list(model.seen))
             gradients = [npuzero.full_gradient(p) for p in model.parameters()]
-            seen.append(Seen(weights, computed, [g for g in gradients if g is not None]))
+            seen.append(ThinStep(weights, computed, [g for g in gradients if g is not None]))
             optimizer.step()
             optimizer.zero_grad()
         npuzero.full_state_dict(model, rank0_only=False)
@@ -52,10 +52,10 @@ def steps_of(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: int = 1
     return comm.run_threads(mesh.world, rank)
 
 
-def check(plan: Plan, mesh: MeshShape, **options: int) -> None:
+def check_thin(plan: Plan, mesh: MeshShape, **options: int) -> None:
     """What every rank computed with, and summed, are the oracle's bits."""
-    oracle = Oracle(plan, mesh)
-    ranks = steps_of(plan, mesh, **options)
+    oracle = ThinOracle(plan, mesh)
+    ranks = run_thin_steps(plan, mesh, **options)
     micro_batches = options.get("micro_batches", 1)
     for step, first in enumerate(ranks[0]):
         dtype = plan.precision.parameters or torch.float32
@@ -75,7 +75,7 @@ def check(plan: Plan, mesh: MeshShape, **options: int) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("preset", THINNED)
 def test_a_preset_has_the_oracles_bits(preset: str, precision: str, sizes: tuple[int, int]) -> None:
-    check(Plan.preset(preset, precision=precision), MeshShape(*sizes))
+    check_thin(Plan.preset(preset, precision=precision), MeshShape(*sizes))
 
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"])
@@ -84,25 +84,25 @@ def test_a_preset_has_the_oracles_bits(preset: str, precision: str, sizes: tuple
 def test_any_plan_may_carry_thin_wires(row: str, micro_batches: int, precision: str) -> None:
     wires = {"node": "int4", "local": "int8"}
     carried = Precision({"bf16": torch.bfloat16, "fp32": torch.float32}[precision], gathers="int8", wires=wires)
-    check(Plan.preset(row, precision=carried), MeshShape(2, 2), micro_batches=micro_batches)
+    check_thin(Plan.preset(row, precision=carried), MeshShape(2, 2), micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("wires", ["int4", "int8", {"node": "int8"}, {"local": "int4"}], ids=str)
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero3", "hpz", "hsdp"])
 def test_wires_by_axis(row: str, wires: Any) -> None:
-    check(Plan.preset(row, precision=Precision(torch.bfloat16, wires=wires)), MeshShape(2, 2))
+    check_thin(Plan.preset(row, precision=Precision(torch.bfloat16, wires=wires)), MeshShape(2, 2))
 
 
 @pytest.mark.parametrize("row", ["zero0", "hsdp", "hpz"])
 def test_sums_may_be_gathered_rounded(row: str) -> None:
-    check(Plan.preset(row, precision=Precision(torch.bfloat16, wires="int4", sums="wire")), MeshShape(2, 2))
+    check_thin(Plan.preset(row, precision=Precision(torch.bfloat16, wires="int4", sums="wire")), MeshShape(2, 2))
 
 
 @pytest.mark.parametrize("feedback", ["node", "all"])
 @pytest.mark.parametrize("row", ["zero0", "zero3", "hpz", "hsdp"])
 def test_what_rounding_loses_is_added_the_next_time(row: str, feedback: str) -> None:
     precision = Precision(torch.bfloat16, gathers="int8", wires="int4", feedback=feedback)
-    check(Plan.preset(row, precision=precision), MeshShape(2, 2), steps=3, micro_batches=2)
+    check_thin(Plan.preset(row, precision=precision), MeshShape(2, 2), steps=3, micro_batches=2)
 
 
 # -- what it must not touch --------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ def test_what_rests_is_never_rounded() -> None:
 
     def rank(world: World, precision: Precision) -> list[dict[str, Tensor]]:
         plan = Plan.preset("zero3-keep", precision=precision)
-        model = npuzero.zero(build(0, Chain), plan=plan, world=world, units=is_matrix)
+        model = npuzero.zero(build_seeded_model(0, MatrixChain), plan=plan, world=world, units=is_matrix)
         found = [read(model)]
-        loss = loss_of(model, batch(0, 0, world.rank))
+        loss = chain_loss(model, chain_batch(0, 0, world.rank))
         found.append(read(model))
         loss.backward()
         found.append(read(model))
@@ -133,30 +133,37 @@ def test_what_rests_is_never_rounded() -> None:
 
 def test_a_write_between_steps_lasts_exactly() -> None:
     def rank(world: World) -> Tensor:
-        model = npuzero.zero(build(0, Chain), plan="thin", precision="bf16", world=world, local_size=1, units=is_matrix)
-        loss_of(model, batch(0, 0, world.rank)).backward()
+        model = npuzero.zero(
+            build_seeded_model(0, MatrixChain),
+            plan="thin",
+            precision="bf16",
+            world=world,
+            local_size=1,
+            units=is_matrix,
+        )
+        chain_loss(model, chain_batch(0, 0, world.rank)).backward()
         with npuzero.gathered(model, write=True), torch.no_grad():
             model.layers[1].weight[3, 5] = 0.7734375
         return npuzero.full_state_dict(model, rank0_only=False)["layers.1.weight"]
 
-    before = build(0, Chain).layers[1].weight.detach().bfloat16()
+    before = build_seeded_model(0, MatrixChain).layers[1].weight.detach().bfloat16()
     before[3, 5] = 0.7734375
     for weight in comm.run_threads(2, rank):
         assert torch.equal(weight.bfloat16(), before)
 
 
 def test_a_write_among_rounded_values_is_refused() -> None:
-    class Clamped(Chain):
+    class Clamped(MatrixChain):
         def forward(self, x: Tensor) -> Tensor:
             self.layers[0].register_forward_hook(lambda layer, *_: layer.weight.data.clamp_(-0.01, 0.01))
             return super().forward(x)
 
     def rank(world: World) -> str:
         model = npuzero.zero(
-            build(0, Clamped), plan="thin", precision="bf16", world=world, local_size=1, units=is_matrix
+            build_seeded_model(0, Clamped), plan="thin", precision="bf16", world=world, local_size=1, units=is_matrix
         )
         with pytest.raises(npuzero.StateError) as raised:
-            loss_of(model, batch(0, 0, world.rank)).backward()
+            chain_loss(model, chain_batch(0, 0, world.rank)).backward()
         return str(raised.value)
 
     for text in comm.run_threads(2, rank):
@@ -172,11 +179,18 @@ def test_a_write_among_rounded_values_is_refused() -> None:
 @pytest.mark.parametrize("preset", THINNED)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(preset: str, value: float) -> None:
     def rank(world: World) -> tuple[bool, float, dict[str, Tensor], dict[str, Tensor]]:
-        model = npuzero.zero(build(0, Chain), plan=preset, precision="fp16", world=world, local_size=2, units=is_matrix)
+        model = npuzero.zero(
+            build_seeded_model(0, MatrixChain),
+            plan=preset,
+            precision="fp16",
+            world=world,
+            local_size=2,
+            units=is_matrix,
+        )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         scaler = npuzero.LossScaler(init_scale=8.0)
         before = npuzero.full_state_dict(model, rank0_only=False)
-        loss = scaler.scale(loss_of(model, batch(0, 0, world.rank)))
+        loss = scaler.scale(chain_loss(model, chain_batch(0, 0, world.rank)))
         if world.rank == 2:
             handle = model.layers[1].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([4]), value))
         loss.backward()
@@ -187,7 +201,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(preset: str, value: float
         optimizer.zero_grad()
         after = npuzero.full_state_dict(model, rank0_only=False)
         # The step behind it is taken: nothing of the overflow stays, neither in sums nor in what feedback keeps.
-        scaler.scale(loss_of(model, batch(1, 0, world.rank))).backward()
+        scaler.scale(chain_loss(model, chain_batch(1, 0, world.rank))).backward()
         scaler.step(optimizer)
         scaler.update()
         last = npuzero.full_state_dict(model, rank0_only=False)
@@ -211,7 +225,7 @@ def test_tiers_have_the_resident_runs_bits(offload: str | None, feedback: str | 
         def rank(world: World) -> dict[str, Tensor]:
             settings = npuzero.Settings(nvme_paths=(str(tmp_path),))
             model = npuzero.zero(
-                build(0, Chain),
+                build_seeded_model(0, MatrixChain),
                 plan=plan if offload is None else plan.offloaded(offload),
                 world=world,
                 settings=settings,
@@ -220,7 +234,7 @@ def test_tiers_have_the_resident_runs_bits(offload: str | None, feedback: str | 
             optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
             for step in range(3):
                 for micro_batch in range(2):
-                    loss_of(model, batch(step, micro_batch, world.rank)).backward()
+                    chain_loss(model, chain_batch(step, micro_batch, world.rank)).backward()
                 npuzero.clip_grad_norm_(model, 0.01)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -237,14 +251,19 @@ def test_no_sync_sends_what_it_kept_in_one() -> None:
 
     def rank(world: World, micro_batches: int) -> dict[str, int]:
         model = npuzero.zero(
-            build(0, Chain), plan="zero++", precision="bf16", world=world, local_size=2, units=is_matrix
+            build_seeded_model(0, MatrixChain),
+            plan="zero++",
+            precision="bf16",
+            world=world,
+            local_size=2,
+            units=is_matrix,
         )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             for micro_batch in range(micro_batches - 1):
                 with npuzero.no_sync(model):
-                    loss_of(model, batch(step, micro_batch, world.rank)).backward()
-            loss_of(model, batch(step, 9, world.rank)).backward()
+                    chain_loss(model, chain_batch(step, micro_batch, world.rank)).backward()
+            chain_loss(model, chain_batch(step, 9, world.rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
         npuzero.full_state_dict(model, rank0_only=False)

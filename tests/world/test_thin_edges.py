@@ -14,22 +14,22 @@ import npuzero
 from npuzero import Plan, Precision, comm
 from npuzero.comm import World
 from npuzero.plan import THINNED, MeshShape
-from world.thin import Chain, Oracle, batch, is_matrix, loss_of
-from world.toy import build
+from world.thin import MatrixChain, ThinOracle, chain_batch, chain_loss, is_matrix
+from world.toy import build_seeded_model
 
 MESHES = ((2, 2), (2, 4), (3, 2), (4, 2))
 FP32 = torch.float32
 
 
-def chain(world: World, row: str, precision: Precision) -> nn.Module:
+def build_thin_chain(world: World, row: str, precision: Precision) -> nn.Module:
     plan = Plan.preset(row, precision=precision, local_size=2)
-    return npuzero.zero(build(0, Chain), plan=plan, world=world, units=is_matrix)
+    return npuzero.zero(build_seeded_model(0, MatrixChain), plan=plan, world=world, units=is_matrix)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-class Given(nn.Module):
+class GivenGradient(nn.Module):
     """One parameter, whose gradient is what is given."""
 
     def __init__(self, numel: int) -> None:
@@ -50,12 +50,12 @@ def odd_values(rank: int) -> Tensor:
     return torch.cat([*blocks * 5, (one * 1e-30)[:37]])
 
 
-def sum_of(plan: Plan, mesh: MeshShape, values: list[Tensor]) -> list[Tensor]:
+def reduced_gradients(plan: Plan, mesh: MeshShape, values: list[Tensor]) -> list[Tensor]:
     """By rank, the gradient of which each rank brings a part."""
 
     def rank(world: World) -> Tensor:
         own = replace(plan, local_size=mesh.local)
-        model = npuzero.zero(Given(len(values[0])), plan=own, world=world)
+        model = npuzero.zero(GivenGradient(len(values[0])), plan=own, world=world)
         model(values[world.rank]).backward()
         found = npuzero.full_gradient(model.weight)
         assert found is not None
@@ -64,7 +64,7 @@ def sum_of(plan: Plan, mesh: MeshShape, values: list[Tensor]) -> list[Tensor]:
     return comm.run_threads(mesh.world, rank)
 
 
-def patterns(values: Tensor) -> Tensor:
+def int32_patterns(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
@@ -74,13 +74,13 @@ def test_values_of_all_magnitudes_have_the_oracles_bits(row: str, sizes: tuple[i
     precision = Precision(FP32) if row in THINNED else Precision(FP32, gathers="int8", wires="int4")
     plan, mesh = Plan.preset(row, precision=precision), MeshShape(*sizes)
     values = [odd_values(rank) for rank in range(mesh.world)]
-    expected = Oracle(plan, mesh).reduced(values)
+    expected = ThinOracle(plan, mesh).reduced(values)
     by_block = expected[:1152].view(9, 128)
     assert by_block[:3].any(1).all() and by_block[6].any() and not by_block[3:6].any()
     assert 0 < by_block[1].abs().max() < 1e-29 < 1e29 < by_block[0].abs().max(), "neighbours are apart"
     assert expected[-37:].any()
-    for found in sum_of(plan, mesh, values):
-        assert torch.equal(patterns(found), patterns(expected))
+    for found in reduced_gradients(plan, mesh, values):
+        assert torch.equal(int32_patterns(found), int32_patterns(expected))
 
 
 @pytest.mark.parametrize("payload", [0x7F800000, -0x00800000, 0x7F800001, -0x00000001, 0x7FC12345])
@@ -90,16 +90,16 @@ def test_what_is_not_finite_is_lost_in_its_block_alone(preset: str, sizes: tuple
     """Infinities and NaNs, signalling ones among them, of one rank: also in the block that the padding cuts off."""
     plan, mesh = Plan.preset(preset, precision=Precision(FP32)), MeshShape(*sizes)
     values = [odd_values(rank) for rank in range(mesh.world)]
-    oracle = Oracle(plan, mesh)
+    oracle = ThinOracle(plan, mesh)
     expected = oracle.reduced(values)
     blocks = [2 * 128 + 5, len(expected) - 1]
-    patterns(values[-1])[blocks] = payload
+    int32_patterns(values[-1])[blocks] = payload
     lost = torch.zeros(len(expected), dtype=torch.bool)
     for at in blocks:
         lost[at // 128 * 128 : at // 128 * 128 + 128] = True
-    for found in sum_of(plan, mesh, values):
+    for found in reduced_gradients(plan, mesh, values):
         assert found[lost].isnan().all()
-        assert torch.equal(patterns(found[~lost]), patterns(expected[~lost]))
+        assert torch.equal(int32_patterns(found[~lost]), int32_patterns(expected[~lost]))
 
 
 @pytest.mark.parametrize("wires", ["int4", {"pod": "int4"}], ids=str)
@@ -107,24 +107,24 @@ def test_what_is_not_finite_is_lost_in_its_block_alone(preset: str, sizes: tuple
 def test_pods_are_levels_too(row: str, wires: Any) -> None:
     plan, shape = Plan.preset(row, precision=Precision(FP32, wires=wires)), MeshShape(2, 2, pod=2)
     values = [odd_values(rank) for rank in range(shape.world)]
-    expected = Oracle(plan, shape).reduced(values)
+    expected = ThinOracle(plan, shape).reduced(values)
 
     def rank(world: World) -> Tensor:
         mesh = npuzero.mesh(pod=2, local_size=2, world=world)
-        model = npuzero.zero(Given(len(values[0])), plan=replace(plan, local_size=None), mesh=mesh)
+        model = npuzero.zero(GivenGradient(len(values[0])), plan=replace(plan, local_size=None), mesh=mesh)
         model(values[world.rank]).backward()
         found = npuzero.full_gradient(model.weight)
         assert found is not None
         return found
 
     for found in comm.run_threads(shape.world, rank):
-        assert torch.equal(patterns(found), patterns(expected))
+        assert torch.equal(int32_patterns(found), int32_patterns(expected))
 
 
 # -- what stays from step to step --------------------------------------------------------------------------------------
 
 
-def spoilt(gradient: Tensor) -> Tensor:
+def put_infinity(gradient: Tensor) -> Tensor:
     """One infinity, in the block that ends behind the parameter."""
     return gradient.view(-1).index_fill(0, torch.tensor([gradient.numel() - 1]), torch.inf).view_as(gradient)
 
@@ -136,15 +136,15 @@ def test_a_block_that_was_lost_is_forgotten(row: str, parameters: torch.dtype, m
     """The scale falls once, although what is behind the parameter was lost with it."""
 
     def rank(world: World) -> list[float]:
-        model = chain(world, row, Precision(parameters, wires="int4", feedback="all"))
+        model = build_thin_chain(world, row, Precision(parameters, wires="int4", feedback="all"))
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         scaler = npuzero.LossScaler(init_scale=8.0)
         scales = []
         for step in range(4):
             for micro_batch in range(micro_batches):
                 bad = step == 1 and world.rank == 2
-                handle = model.layers[1].weight.register_hook(spoilt) if bad else None
-                scaler.scale(loss_of(model, batch(step, micro_batch, world.rank))).backward()
+                handle = model.layers[1].weight.register_hook(put_infinity) if bad else None
+                scaler.scale(chain_loss(model, chain_batch(step, micro_batch, world.rank))).backward()
                 if handle is not None:
                     handle.remove()
             scaler.step(optimizer)
@@ -162,7 +162,7 @@ def test_a_block_that_was_lost_is_forgotten(row: str, parameters: torch.dtype, m
 def test_a_norm_has_nothing_of_gradients_that_no_rank_has(row: str) -> None:
     """What rounding has lost of a parameter comes back in a step that does not use it: no norm is to count it."""
 
-    class Sometimes(Chain):
+    class Sometimes(MatrixChain):
         short = False
 
         def forward(self, x: Tensor) -> Tensor:
@@ -172,12 +172,12 @@ def test_a_norm_has_nothing_of_gradients_that_no_rank_has(row: str) -> None:
 
     def rank(world: World) -> list[tuple[float, float, int]]:
         plan = Plan.preset(row, precision=Precision(torch.bfloat16, wires="int4", feedback="all"), local_size=2)
-        model = npuzero.zero(build(0, Sometimes), plan=plan, world=world, units=is_matrix)
+        model = npuzero.zero(build_seeded_model(0, Sometimes), plan=plan, world=world, units=is_matrix)
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         found = []
         for step in range(2):
             model.short = step == 1
-            loss_of(model, batch(step, 0, world.rank)).backward()
+            chain_loss(model, chain_batch(step, 0, world.rank)).backward()
             norm = npuzero.clip_grad_norm_(model, 1e9).item()
             gradients = [g for p in model.parameters() if (g := npuzero.full_gradient(p)) is not None]
             wanted = sum(g.double().square().sum() for g in gradients) ** 0.5
@@ -198,7 +198,7 @@ def test_feedback_begins_with_zeros_after_a_load(way: str, tmp_path: Path) -> No
     """Steps behind a load are those that followed the save, whatever was trained in between."""
 
     def rank(world: World) -> tuple[list[float], list[float]]:
-        model = chain(world, "hpz", Precision(FP32, gathers="int8", wires="int4", feedback="all"))
+        model = build_thin_chain(world, "hpz", Precision(FP32, gathers="int8", wires="int4", feedback="all"))
         optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=1.0)
         before = npuzero.full_state_dict(model, rank0_only=False)
         npuzero.checkpoint.save(tmp_path, model, optimizer, step=0)
@@ -206,7 +206,7 @@ def test_feedback_begins_with_zeros_after_a_load(way: str, tmp_path: Path) -> No
         def losses() -> list[float]:
             found = []
             for step in range(3):
-                loss = loss_of(model, batch(step, 0, world.rank))
+                loss = chain_loss(model, chain_batch(step, 0, world.rank))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

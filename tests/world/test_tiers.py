@@ -13,10 +13,10 @@ import torch
 import npuzero
 from npuzero import Memory, Plan, Precision, Report, Settings, comm
 from npuzero.comm import World
-from world.test_chunks import trained as awkward
+from world.test_chunks import train_chunked as awkward
 from world.test_optimizers import optimizer_state
-from world.toy import Recipe, ToyGPT, build
-from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
+from world.toy import ToyGPT, TrainingRecipe, build_seeded_model
+from world.train import CutSession, Session, State, assert_same_bits, run_cut, train_by_recipe
 
 PRECISIONS = {
     "fp32": Precision(torch.float32),
@@ -26,7 +26,7 @@ PRECISIONS = {
     "8 bits": Precision(torch.bfloat16, masters="split", moments="int8"),
     "drawn": Precision(torch.bfloat16, masters="none", moments="int8"),
 }
-FOUR = Recipe(steps=3, micro_batches=4, clip=0.5, groups=True)
+FOUR = TrainingRecipe(steps=3, micro_batches=4, clip=0.5, groups=True)
 #: Ranks, and how many of them share a group.
 LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
 SETTINGS = {
@@ -49,7 +49,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", ":".join(map(str, names)))
 
 
-def placed(
+def placed_plan(
     plan: str,
     precision: Precision,
     size: int,
@@ -69,15 +69,15 @@ def placed(
 
 
 @cache
-def resident(scenario: Any, plan: str, precision: str, size: int) -> list[State]:
+def train_resident(scenario: Any, plan: str, precision: str, size: int) -> list[State]:
     row = Plan.preset(plan, precision=PRECISIONS[precision], local_size=LOCAL_SIZE[size])
     return run_cut(scenario, size, ToyGPT, plan=row)
 
 
 def assert_as_resident(scenario: Any, plan: str, precision: str, size: int, settings: Settings, **where: Any) -> None:
-    row = placed(plan, PRECISIONS[precision], size, **where)
+    row = placed_plan(plan, PRECISIONS[precision], size, **where)
     found = run_cut(scenario, size, ToyGPT, plan=row, settings=settings)
-    for mine, expected in zip(found, resident(scenario, plan, precision, size), strict=True):
+    for mine, expected in zip(found, train_resident(scenario, plan, precision, size), strict=True):
         assert_same_bits(mine, expected)
 
 
@@ -102,7 +102,7 @@ CASES = [
     ("zero0", "drawn", 1, "many chunks", {"parameters": NVME, "memory": NVME}),
     ("hpz", "split", 4, "no overlap", {"parameters": NVME, "memory": NVME}),
 ]
-four = partial(train, recipe=FOUR)
+four = partial(train_by_recipe, recipe=FOUR)
 
 
 @pytest.mark.parametrize(("plan", "precision", "size", "settings", "where"), CASES, ids=lambda value: str(value))
@@ -120,14 +120,14 @@ def test_micro_batches_add_up_at_home(
     assert_as_resident(four, plan, precision, size, SETTINGS[settings], **where)
 
 
-def report_of(world: World, plan: Plan, recipe: Recipe, settings: Settings) -> Report:
-    session = CutSession(build(), world, plan=plan, settings=settings)
-    train(session, recipe)
+def train_and_report(world: World, plan: Plan, recipe: TrainingRecipe, settings: Settings) -> Report:
+    session = CutSession(build_seeded_model(), world, plan=plan, settings=settings)
+    train_by_recipe(session, recipe)
     session.state()  # a rank that leaves now would take its part of the last step's gather with it
     return npuzero.report(session.model)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(steps=3), FOUR], ids=["plain", "micro-batches, clipped"])
+@pytest.mark.parametrize("recipe", [TrainingRecipe(steps=3), FOUR], ids=["plain", "micro-batches, clipped"])
 @pytest.mark.parametrize(
     ("plan", "precision", "settings", "where"),
     [
@@ -145,11 +145,13 @@ def report_of(world: World, plan: Plan, recipe: Recipe, settings: Settings) -> R
     ],
     ids=lambda value: str(value),
 )
-def test_report_equals_predict(plan: str, precision: str, settings: str, where: dict[str, Any], recipe: Recipe) -> None:
-    row = placed(plan, PRECISIONS[precision], 4, **where)
+def test_report_equals_predict(
+    plan: str, precision: str, settings: str, where: dict[str, Any], recipe: TrainingRecipe
+) -> None:
+    row = placed_plan(plan, PRECISIONS[precision], 4, **where)
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
-    expected = npuzero.predict(build(), row, 4, settings=SETTINGS[settings], **facts)
-    for report in comm.run_threads(4, lambda world: report_of(world, row, recipe, SETTINGS[settings])):
+    expected = npuzero.predict(build_seeded_model(), row, 4, settings=SETTINGS[settings], **facts)
+    for report in comm.run_threads(4, lambda world: train_and_report(world, row, recipe, SETTINGS[settings])):
         assert report.held == expected.held
         assert report.bytes_sent == expected.bytes_sent
         assert report.bytes_moved == expected.bytes_moved
@@ -158,10 +160,10 @@ def test_report_equals_predict(plan: str, precision: str, settings: str, where: 
 
 def test_what_is_read_between_steps_changes_no_report() -> None:
     """Reading parameters ends the R4 that a step has left to the next one; it counts all the same."""
-    row = placed("zero2", PRECISIONS["bf16"], 2)
+    row = placed_plan("zero2", PRECISIONS["bf16"], 2)
 
     def rank(world: World) -> Report:
-        session = CutSession(build(), world, plan=row)
+        session = CutSession(build_seeded_model(), world, plan=row)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
             session.state()
@@ -172,10 +174,10 @@ def test_what_is_read_between_steps_changes_no_report() -> None:
         return npuzero.report(session.model)
 
     for report in comm.run_threads(2, rank):
-        assert report.bytes_sent == npuzero.predict(build(), row, 2).bytes_sent
+        assert report.bytes_sent == npuzero.predict(build_seeded_model(), row, 2).bytes_sent
 
 
-def by_torch(session: Session) -> State:
+def train_torch_sgd(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, fused=False)
     for step in range(3):
         session.loss(step).backward()
@@ -187,9 +189,9 @@ def by_torch(session: Session) -> State:
 
 @pytest.mark.parametrize(("plan", "precision", "gradients"), [("zero3", "bf16", True), ("zero1", "fp32", False)])
 def test_torchs_optimizers_update_on_the_host(plan: str, precision: str, gradients: bool) -> None:
-    assert_as_resident(by_torch, plan, precision, 2, Settings(), gradients=gradients)
+    assert_as_resident(train_torch_sgd, plan, precision, 2, Settings(), gradients=gradients)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_torchs_optimizers_update_parameters_that_rest_there(precision: str) -> None:
-    assert_as_resident(by_torch, "zero3", precision, 2, Settings(), parameters=HOST)
+    assert_as_resident(train_torch_sgd, "zero3", precision, 2, Settings(), parameters=HOST)

@@ -18,12 +18,12 @@ import torch
 import npuzero
 from npuzero import Memory, Plan, Settings, _native
 from npuzero.comm import World
-from world.comm_ranks import run_ranks, values
-from world.covering import Row, covering
-from world.test_lion import lion
+from world.comm_ranks import rank_results, run_comm_ranks
+from world.covering import Row, covering_rows
+from world.test_lion import build_lion
 from world.test_optimizers import optimizer_state
 from world.test_tiers import HOST, LOCAL_SIZE, NVME, PRECISIONS
-from world.toy import build
+from world.toy import build_seeded_model
 from world.train import CutSession, Session, State, assert_same_bits
 
 STEPS = 10
@@ -60,7 +60,7 @@ TORCHS = {
 EARLY = {"clip": None, "scaler": False, "unused": False}
 
 
-def possible(row: Row) -> bool:
+def is_possible_row(row: Row) -> bool:
     """Whether npuzero takes such a combination."""
     if row.get("gradients") is HOST and "place" in row and row["place"][0] not in SHARDED_ALIKE:
         return False
@@ -73,19 +73,24 @@ def possible(row: Row) -> bool:
     return not row.get("early") or all(row[name] == value for name, value in EARLY.items() if name in row)
 
 
-ROWS = covering(FACTORS, possible)
+ROWS = covering_rows(FACTORS, is_possible_row)
 
 
 def test_every_pair_is_in_some_row() -> None:
     there = {pair for row in ROWS for pair in itertools.combinations(row.items(), 2)}
     for (a, some), (b, others) in itertools.combinations(FACTORS.items(), 2):
         for x, y in itertools.product(some, others):
-            assert ((((a, x), (b, y)) in there) or (((b, y), (a, x)) in there)) is possible({a: x, b: y}), (a, x, b, y)
-    assert all(possible(row) and list(row) for row in ROWS)
+            assert ((((a, x), (b, y)) in there) or (((b, y), (a, x)) in there)) is is_possible_row({a: x, b: y}), (
+                a,
+                x,
+                b,
+                y,
+            )
+    assert all(is_possible_row(row) and list(row) for row in ROWS)
     assert len(ROWS) < 1.3 * len(FACTORS["place"]) * len(FACTORS["precision"])
 
 
-def plans(row: Row) -> tuple[Plan, Plan]:
+def plan_and_resident(row: Row) -> tuple[Plan, Plan]:
     """The row's plan, and the same with everything on the device."""
     name, memory = row["place"]
     resident = Plan.preset(name, precision=PRECISIONS[row["precision"]], local_size=LOCAL_SIZE[row["size"]])
@@ -95,12 +100,12 @@ def plans(row: Row) -> tuple[Plan, Plan]:
     return replace(resident, parameters=parameters, gradients=gradients, states=states), resident
 
 
-def trained(session: Session, row: Row) -> State:
+def train_grid_row(session: Session, row: Row) -> State:
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
     groups = [{"params": odd}, {"params": even, "weight_decay": 0.05, "betas": (0.8, 0.99)}]
     early = {"early": row["micro_batches"]} if row["early"] else {}
     if row["optimizer"] == "Lion":
-        optimizer = lion(session, groups, **early)
+        optimizer = build_lion(session, groups, **early)
     else:
         optimizer = session.optimizer(torch.optim.AdamW, groups, fused=row["optimizer"] == "AdamW", lr=1e-2, **early)
     scaler = session.scaler(init_scale=2.0**10, enabled=row["scaler"])
@@ -121,17 +126,17 @@ def trained(session: Session, row: Row) -> State:
     return optimizer_state(optimizer) | session.state()
 
 
-def outcome(world: World, plan: Plan, row: Row, folders: tuple[str, ...]) -> State:
+def grid_outcome(world: World, plan: Plan, row: Row, folders: tuple[str, ...]) -> State:
     how = {name: row[name] for name in ("chunk_bytes", "overlap", "update_on")}
     chosen = Settings(nvme_paths=folders, **how)
-    return trained(CutSession(build(), world, plan=plan, settings=chosen), row)
+    return train_grid_row(CutSession(build_seeded_model(), world, plan=plan, settings=chosen), row)
 
 
-def differing(world: World, rows: list[Row], folders: tuple[str, ...]) -> list[str]:
+def find_differing_rows(world: World, rows: list[Row], folders: tuple[str, ...]) -> list[str]:
     """The rows in which this rank's outcome is not the resident one."""
     found = []
     for row in rows:
-        far, resident = (outcome(world, plan, row, folders) for plan in plans(row))
+        far, resident = (grid_outcome(world, plan, row, folders) for plan in plan_and_resident(row))
         try:
             assert_same_bits(far, resident)
         except AssertionError as error:
@@ -151,6 +156,6 @@ def test_ten_steps(size: int, tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["size"] == size]
     assert len(rows) >= len(FACTORS["place"])
     names = tuple(map(str, folders))
-    found = values(run_ranks(size, differing, rows, names, folder=tmp_path, limit_s=900.0))
+    found = rank_results(run_comm_ranks(size, find_differing_rows, rows, names, folder=tmp_path, limit_s=900.0))
     assert not any(found), "\n".join(itertools.chain.from_iterable(found))
     assert not any(map(os.listdir, folders))

@@ -16,13 +16,13 @@ import npuzero
 from npuzero import Memory, Placement, Plan, Settings, StateError, StorageError, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 from npuzero.memory.file import FileStore
 from npuzero.plan import RING_SLOTS
-from npuzero.shard.stream import Staged
+from npuzero.shard.stream import StagedChunk
 from world.test_optimizers import optimizer_state
-from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
-from world.toy import ToyGPT, build
+from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed_plan
+from world.toy import ToyGPT, build_seeded_model
 from world.train import CutSession, Session, State, assert_same_bits, run_cut
 
 __all__ = ["folders"]  # a fixture
@@ -39,18 +39,20 @@ ids = ["gradients and states on the host", "states in files", "parameters in fil
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk takes a while, so that whoever does not wait for it comes too early."""
-    master = Staged.master.fget
+    master = StagedChunk.master.fget
     assert master is not None
 
-    def late(staged: Staged) -> torch.Tensor:
+    def late(staged: StagedChunk) -> torch.Tensor:
         if threading.current_thread().name == "npuzero-update":
             time.sleep(0.001)
         return master(staged)
 
-    monkeypatch.setattr(Staged, "master", property(late))
+    monkeypatch.setattr(StagedChunk, "master", property(late))
 
 
-def after(what: Callable[[Session, torch.optim.Optimizer], State | None]) -> Callable[[Session], State]:
+def make_after_step_scenario(
+    what: Callable[[Session, torch.optim.Optimizer], State | None],
+) -> Callable[[Session], State]:
     """A loop that does ``what`` right after each step; all that it gives counts."""
 
     def scenario(session: Session) -> State:
@@ -67,7 +69,7 @@ def after(what: Callable[[Session, torch.optim.Optimizer], State | None]) -> Cal
     return scenario
 
 
-def drops(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def drops_gradients(session: Session, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
@@ -87,7 +89,7 @@ def shows_states(session: Session, optimizer: torch.optim.Optimizer) -> State:
     return optimizer_state(optimizer)
 
 
-def loads_its_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def loads_own_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
 
@@ -97,14 +99,14 @@ def loads_parameters(session: Session, optimizer: torch.optim.Optimizer) -> None
     optimizer.zero_grad()
 
 
-def writes(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def writes_parameters(session: Session, optimizer: torch.optim.Optimizer) -> None:
     with npuzero.gathered(session.model), torch.no_grad():
         for parameter in session.model.parameters():
             parameter.mul_(0.5)
     optimizer.zero_grad()
 
 
-def evaluates(session: Session, optimizer: torch.optim.Optimizer) -> State:
+def evaluates_after_step(session: Session, optimizer: torch.optim.Optimizer) -> State:
     optimizer.zero_grad()
     with torch.no_grad():
         return {"loss": session.loss(99)}
@@ -121,14 +123,14 @@ def looks_at_gradients(session: Session, optimizer: torch.optim.Optimizer) -> St
 @pytest.mark.parametrize(
     "what",
     [
-        drops,
+        drops_gradients,
         drops_and_accumulates,
         shows_parameters,
         shows_states,
-        loads_its_states,
+        loads_own_states,
         loads_parameters,
-        writes,
-        evaluates,
+        writes_parameters,
+        evaluates_after_step,
         looks_at_gradients,
     ],
     ids=lambda what: what.__name__,
@@ -137,16 +139,20 @@ def looks_at_gradients(session: Session, optimizer: torch.optim.Optimizer) -> St
 def test_right_after_a_step(what: Any, plan: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
     options = {"local_size": 1, "precision": "bf16-split"}
-    row = placed(plan, PRECISIONS["split"], 2, **where)
-    found = run_cut(after(what), 2, ToyGPT, plan=row, settings=SETTINGS)
-    for mine, expected in zip(found, run_cut(after(what), 2, ToyGPT, plan=plan, **options), strict=True):
+    row = placed_plan(plan, PRECISIONS["split"], 2, **where)
+    found = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=SETTINGS)
+    for mine, expected in zip(
+        found, run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=plan, **options), strict=True
+    ):
         assert_same_bits(mine, expected)
 
 
 @pytest.mark.usefixtures("slowly")
 def test_a_parameter_is_read_when_it_is_updated() -> None:
     def rank(world: World) -> tuple[State, State]:
-        session = CutSession(build(), world, plan=placed("zero0", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan("zero0", PRECISIONS["bf16"], 1), settings=SETTINGS
+        )
         train_a_step(session)
         read = {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
         return read, session.state()
@@ -155,12 +161,12 @@ def test_a_parameter_is_read_when_it_is_updated() -> None:
     assert_same_bits(read, {name: state[name] for name in read})
 
 
-class Late(Handle):
+class LateWrite(AsyncHandle):
     """A write that begins when somebody waits for it."""
 
-    def __init__(self, write: Callable[[], Handle]) -> None:
+    def __init__(self, write: Callable[[], AsyncHandle]) -> None:
         self._write = write
-        self._begun: Handle | None = None
+        self._begun: AsyncHandle | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -176,11 +182,15 @@ class Late(Handle):
 def test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored(
     parameters: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME, parameters=parameters)
-    expected = run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS)
+    row = placed_plan("zero3", PRECISIONS["bf16"], 1, memory=NVME, parameters=parameters)
+    expected = run_cut(make_after_step_scenario(drops_gradients), 1, ToyGPT, plan=row, settings=SETTINGS)
     write = FileStore.write
-    monkeypatch.setattr(FileStore, "write", lambda self, *where: Late(lambda: write(self, *where)))
-    for mine, other in zip(run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS), expected, strict=True):
+    monkeypatch.setattr(FileStore, "write", lambda self, *where: LateWrite(lambda: write(self, *where)))
+    for mine, other in zip(
+        run_cut(make_after_step_scenario(drops_gradients), 1, ToyGPT, plan=row, settings=SETTINGS),
+        expected,
+        strict=True,
+    ):
         assert_same_bits(mine, other)
 
 
@@ -196,8 +206,8 @@ def test_what_an_update_reads_first_is_read_when_the_one_before_is_done(monkeypa
         return len(reads)
 
     def rank(world: World) -> tuple[int, list[int]]:
-        row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        row = placed_plan("zero3", PRECISIONS["bf16"], 1, memory=NVME)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
 
         def update() -> None:
@@ -221,7 +231,9 @@ def test_what_an_update_reads_first_is_read_when_the_one_before_is_done(monkeypa
 @pytest.mark.usefixtures("slowly")
 def test_a_model_may_go_while_it_is_updated(plan: str, where: dict[str, Any]) -> None:
     def rank(world: World) -> weakref.ref[Any]:
-        session = CutSession(build(), world, plan=placed(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS
+        )
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         session.loss().backward()
         optimizer.step()
@@ -235,18 +247,20 @@ def test_a_model_may_go_while_it_is_updated(plan: str, where: dict[str, Any]) ->
     assert [engine() for engine in engines] == [None, None]
 
 
-def lanes() -> list[threading.Thread]:
+def list_update_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "npuzero-update"]
 
 
 def test_no_thread_stays() -> None:
-    row = placed("zero0", PRECISIONS["bf16"], 1)
-    comm.run_threads(1, lambda world: train_a_step(CutSession(build(), world, plan=row, settings=SETTINGS)))
+    row = placed_plan("zero0", PRECISIONS["bf16"], 1)
+    comm.run_threads(
+        1, lambda world: train_a_step(CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS))
+    )
     deadline = time.monotonic() + 30
-    while lanes() and time.monotonic() < deadline:
+    while list_update_threads() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert not lanes()
+    assert not list_update_threads()
 
 
 def train_a_step(session: CutSession, step: int = 0) -> None:
@@ -269,7 +283,10 @@ def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.Monk
     def rank(world: World) -> list[str]:
         settings = SETTINGS.replace(overlap=overlap)
         session = CutSession(
-            build(), world, plan=placed("zero3", PRECISIONS["bf16"], 1, memory=NVME), settings=settings
+            build_seeded_model(),
+            world,
+            plan=placed_plan("zero3", PRECISIONS["bf16"], 1, memory=NVME),
+            settings=settings,
         )
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         session.loss().backward()
@@ -291,13 +308,13 @@ def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.Monk
 
 
 def test_an_update_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(staged: Staged) -> torch.Tensor:
+    def broken(staged: StagedChunk) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 
     def rank(world: World) -> None:
-        row = placed("zero1", PRECISIONS["bf16"], 1)
-        session = CutSession(build(), world, plan=row, settings=SETTINGS)
-        monkeypatch.setattr(Staged, "master", property(broken))
+        row = placed_plan("zero1", PRECISIONS["bf16"], 1)
+        session = CutSession(build_seeded_model(), world, plan=row, settings=SETTINGS)
+        monkeypatch.setattr(StagedChunk, "master", property(broken))
         train_a_step(session)
         with pytest.raises(StateError, match="no such kernel"):
             session.loss(1)
@@ -310,7 +327,9 @@ def test_an_update_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
 def test_a_steady_step_allocates_nothing(plan: str, where: dict[str, Any]) -> None:
     def rank(world: World) -> list[list[int]]:
-        session = CutSession(build(), world, plan=placed(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS)
+        session = CutSession(
+            build_seeded_model(), world, plan=placed_plan(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS
+        )
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         made = []
         for step in range(5):
@@ -335,6 +354,10 @@ def test_memories_of_units_may_differ() -> None:
         for memory in (Memory.HOST, Memory.NVME)
     )
     plans = {"blocks.0": host, "blocks.2": files}
-    found = run_cut(after(drops), 2, ToyGPT, plan=here, unit_plans=plans, settings=SETTINGS)
-    for mine, expected in zip(found, run_cut(after(drops), 2, ToyGPT, plan=here), strict=True):
+    found = run_cut(
+        make_after_step_scenario(drops_gradients), 2, ToyGPT, plan=here, unit_plans=plans, settings=SETTINGS
+    )
+    for mine, expected in zip(
+        found, run_cut(make_after_step_scenario(drops_gradients), 2, ToyGPT, plan=here), strict=True
+    ):
         assert_same_bits(mine, expected)

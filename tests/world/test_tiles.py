@@ -16,17 +16,17 @@ import npuzero
 from npuzero import Memory, Settings, checkpoint, comm
 from npuzero.comm import World
 
-from .toy import Recipe, build, loss_of, tokens_of
-from .train import CutSession, State, assert_close, assert_same_bits, train, train_plain
+from .toy import TrainingRecipe, build_seeded_model, toy_loss, toy_tokens
+from .train import CutSession, State, assert_same_bits, assert_states_close, train_by_recipe, train_plain
 
 #: Of layers with and without a bias, whose 48, 32 and 16 rows most of these do not divide.
 TILES = {"blocks.*.qkv": 3, "blocks.*.mlp.1": 5, "blocks.1.out": 7}
-RECIPE = Recipe(steps=3, micro_batches=2, clip=0.5, groups=True)
+RECIPE = TrainingRecipe(steps=3, micro_batches=2, clip=0.5, groups=True)
 
 
-def tiled(tiles: dict[str, int] | None = None, seed: int = 0) -> Any:
+def build_tiled_toy(tiles: dict[str, int] | None = None, seed: int = 0) -> Any:
     """The toy model with its tiles."""
-    return npuzero.tiled(build(seed), TILES if tiles is None else tiles)
+    return npuzero.tiled(build_seeded_model(seed), TILES if tiles is None else tiles)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -36,16 +36,16 @@ def tiled(tiles: dict[str, int] | None = None, seed: int = 0) -> Any:
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "hpz"])
 def test_it_trains_as_plain_torch(plan: str, ranks: int) -> None:
     def rank(world: World) -> State:
-        session = CutSession(tiled(), world, plan=plan)
-        return train(session, RECIPE) | session.state()
+        session = CutSession(build_tiled_toy(), world, plan=plan)
+        return train_by_recipe(session, RECIPE) | session.state()
 
     found = comm.run_threads(ranks, rank)
     for state in found:
         assert_same_bits(state, found[0])
-    assert_close(found[0], train_plain(build(), ranks, RECIPE))
+    assert_states_close(found[0], train_plain(build_seeded_model(), ranks, RECIPE))
 
 
-class Rerun(nn.Module):
+class RerunBlock(nn.Module):
     """A block whose activations are computed again in backward."""
 
     def __init__(self, block: nn.Module, reentrant: bool) -> None:
@@ -57,10 +57,10 @@ class Rerun(nn.Module):
         return rerun(self.block, x, use_reentrant=self.reentrant)
 
 
-def peak(model: nn.Module, world: World, **settings: Any) -> int:
+def measure_gathered_peak(model: nn.Module, world: World, **settings: Any) -> int:
     """Bytes of gathered parameters and communication buffers at most, in a step of zero3."""
     session = CutSession(model, world, stage=3, settings=Settings(**settings))
-    train(session, Recipe(steps=3))
+    train_by_recipe(session, TrainingRecipe(steps=3))
     session.state()
     return npuzero.report(session.model).held[Memory.DEVICE]["buffers"]
 
@@ -71,33 +71,33 @@ def test_activation_checkpointing_gathers_tiles_one_after_another(reentrant: boo
 
     def rank(world: World) -> tuple[State, int, int]:
         wide = {"blocks.*.qkv": 8, "blocks.*.mlp.1": 8, "blocks.*.mlp.3": 8}
-        model = tiled(wide)
-        model.blocks = nn.ModuleList(Rerun(block, reentrant) for block in model.blocks)
+        model = build_tiled_toy(wide)
+        model.blocks = nn.ModuleList(RerunBlock(block, reentrant) for block in model.blocks)
         session = CutSession(model, world, stage=3, settings=Settings(prefetch=0))
-        state = train(session, Recipe(steps=3)) | session.state()
+        state = train_by_recipe(session, TrainingRecipe(steps=3)) | session.state()
         most = npuzero.report(session.model).held[Memory.DEVICE]["buffers"]
-        return state, most, peak(tiled(wide), world, prefetch=0)
+        return state, most, measure_gathered_peak(build_tiled_toy(wide), world, prefetch=0)
 
     for state, most, usual in comm.run_threads(2, rank):
-        assert_close({name.replace(".block.", "."): value for name, value in state.items()}, _plain())
+        assert_states_close({name.replace(".block.", "."): value for name, value in state.items()}, _train_untiled())
         assert most == usual
 
 
-def _plain() -> State:
-    return train_plain(build(), 2, Recipe(steps=3))
+def _train_untiled() -> State:
+    return train_plain(build_seeded_model(), 2, TrainingRecipe(steps=3))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def wide() -> nn.Module:
+def build_wide_linear() -> nn.Module:
     """A model of next to nothing but one Linear of 3840 rows."""
     return nn.Sequential(nn.Linear(16, 3840, bias=False), nn.Linear(3840, 1, bias=False))
 
 
-def buffers(tiles: int, ranks: int, **settings: Any) -> int:
+def measure_buffer_bytes(tiles: int, ranks: int, **settings: Any) -> int:
     def rank(world: World) -> int:
-        model = build(make=wide)
+        model = build_seeded_model(make=build_wide_linear)
         model[1].requires_grad_(False)
         npuzero.tiled(model, {"0": tiles})
         session = CutSession(model, world, units=nn.Linear, stage=3, settings=Settings(**settings))
@@ -109,7 +109,7 @@ def buffers(tiles: int, ranks: int, **settings: Any) -> int:
         session.state()
         report = npuzero.report(session.model)
         facts = {"settings": Settings(**settings), "units": nn.Linear}
-        plain = build(make=wide)
+        plain = build_seeded_model(make=build_wide_linear)
         plain[1].requires_grad_(False)
         assert report.held == npuzero.predict(npuzero.tiled(plain, {"0": tiles}), 3, ranks, **facts).held
         return report.held[Memory.DEVICE]["buffers"]
@@ -121,10 +121,10 @@ def buffers(tiles: int, ranks: int, **settings: Any) -> int:
 def test_working_memory_falls_by_the_number_of_tiles(ranks: int) -> None:
     """One tile at a time without prefetch; with it, a second one."""
     rest = 3840 * 4  # the other layer's weight
-    one = buffers(1, ranks, prefetch=0, overlap=False) - rest
+    one = measure_buffer_bytes(1, ranks, prefetch=0, overlap=False) - rest
     for tiles in (4, 10):
-        assert buffers(tiles, ranks, prefetch=0, overlap=False) - rest == one // tiles
-        assert buffers(tiles, ranks) - rest <= 4 * (one // tiles)
+        assert measure_buffer_bytes(tiles, ranks, prefetch=0, overlap=False) - rest == one // tiles
+        assert measure_buffer_bytes(tiles, ranks) - rest <= 4 * (one // tiles)
 
 
 SETTINGS = {
@@ -140,16 +140,16 @@ SETTINGS = {
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_report_equals_predict(plan: str, settings: Settings, micro_batches: int) -> None:
     """Tiles run within blocks, whose other parameters stay gathered meanwhile."""
-    recipe = Recipe(steps=3, micro_batches=micro_batches, clip=0.5)
+    recipe = TrainingRecipe(steps=3, micro_batches=micro_batches, clip=0.5)
 
     def rank(world: World) -> npuzero.Report:
-        session = CutSession(tiled(), world, plan=plan, local_size=2, settings=settings)
-        train(session, recipe)
+        session = CutSession(build_tiled_toy(), world, plan=plan, local_size=2, settings=settings)
+        train_by_recipe(session, recipe)
         session.state()
         return npuzero.report(session.model)
 
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
-    expected = npuzero.predict(tiled(), plan, 4, local_size=2, settings=settings, **facts)
+    expected = npuzero.predict(build_tiled_toy(), plan, 4, local_size=2, settings=settings, **facts)
     for report in comm.run_threads(4, rank):
         assert report.held == expected.held and report.bytes_sent == expected.bytes_sent
 
@@ -157,23 +157,23 @@ def test_report_equals_predict(plan: str, settings: Settings, micro_batches: int
 # -- one weight, whatever the tiles ------------------------------------------------------------------------------------
 
 
-class Run:
+class TiledRun:
     """A few steps of training, to be saved and to go on."""
 
     def __init__(self, world: World, tiles: dict[str, int], seed: int = 0, plan: str = "zero3") -> None:
         self.world = world
-        model = npuzero.tiled(build(seed), tiles) if tiles else build(seed)
+        model = npuzero.tiled(build_seeded_model(seed), tiles) if tiles else build_seeded_model(seed)
         self.model: Any = npuzero.zero(model, plan=plan, world=world)
         self.optimizer = npuzero.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
 
     def steps(self, count: int) -> None:
         for step in range(count):
-            loss_of(self.model, tokens_of(step, 0, 0)).backward()  # the same on every rank: of any number of them
+            toy_loss(self.model, toy_tokens(step, 0, 0)).backward()  # the same on every rank: of any number of them
             self.optimizer.step()
             self.optimizer.zero_grad()
 
 
-def whole(path: Path | None, file: Path) -> State:
+def read_whole_checkpoint(path: Path | None, file: Path) -> State:
     """All tensors of a checkpoint, as torch reads them."""
     dcp_to_torch_save(path, file)
     content = torch.load(file, weights_only=True)
@@ -192,31 +192,33 @@ def test_a_checkpoint_fits_any_tiles_and_ranks(first: dict[str, int], second: di
     """Saved by two ranks, loaded by three and saved again: the same names, the same bits; and training goes on."""
 
     def save(world: World) -> State:
-        run = Run(world, first)
+        run = TiledRun(world, first)
         run.steps(2)
         checkpoint.save(tmp_path / "a", run.model, run.optimizer, step=2)
         run.steps(2)
         return npuzero.full_state_dict(run.model, rank0_only=False)
 
     def load(world: World) -> State:
-        run = Run(world, second, seed=1, plan="zero1")
+        run = TiledRun(world, second, seed=1, plan="zero1")
         assert checkpoint.load(tmp_path / "a", run.model, run.optimizer).step == 2
         checkpoint.save(tmp_path / "b", run.model, run.optimizer, step=2)
         run.steps(2)
         return npuzero.full_state_dict(run.model, rank0_only=False)
 
     expected, found = comm.run_threads(2, save)[0], comm.run_threads(3, load)[0]
-    assert_close(found, expected)
-    a, b = (whole(checkpoint.latest(tmp_path / name), tmp_path / f"{name}.pt") for name in "ab")
+    assert_states_close(found, expected)
+    a, b = (read_whole_checkpoint(checkpoint.latest(tmp_path / name), tmp_path / f"{name}.pt") for name in "ab")
     assert_same_bits(b, a)
-    assert {name.removeprefix("model.") for name in a if name.startswith("model.")} == build().state_dict().keys()
+    assert {
+        name.removeprefix("model.") for name in a if name.startswith("model.")
+    } == build_seeded_model().state_dict().keys()
     assert "optim.blocks.0.qkv.weight.exp_avg" in a and float(a["optim.blocks.0.qkv.weight.step"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_torchs_own_checkpoint_has_one_weight(tmp_path: Path) -> None:
     def rank(world: World) -> None:
-        first, second = Run(world, TILES), Run(world, TILES, seed=1)
+        first, second = TiledRun(world, TILES), TiledRun(world, TILES, seed=1)
         first.steps(2)
         state = checkpoint.state_dict(first.model, first.optimizer)
         assert state["model"]["blocks.0.qkv.weight"].shape == (48, 16)
@@ -226,7 +228,7 @@ def test_torchs_own_checkpoint_has_one_weight(tmp_path: Path) -> None:
             run.steps(2)
         states = [npuzero.full_state_dict(run.model, rank0_only=False) for run in (first, second)]
         assert_same_bits(states[1], states[0])
-        alone = Run(world, TILES).model
+        alone = TiledRun(world, TILES).model
         empty = checkpoint.state_dict(alone, npuzero.AdamW(alone.parameters()))
         assert empty["optim"]["state"]["blocks.0.qkv.weight"]["exp_avg"].shape == (48, 16)
 
@@ -235,8 +237,8 @@ def test_torchs_own_checkpoint_has_one_weight(tmp_path: Path) -> None:
 
 def test_whole_state_dicts_go_in_and_out() -> None:
     def rank(world: World) -> None:
-        first, second = tiled(), tiled(OTHER, seed=1)
-        expected = build().state_dict()
+        first, second = build_tiled_toy(), build_tiled_toy(OTHER, seed=1)
+        expected = build_seeded_model().state_dict()
         for model in (first, second):
             npuzero.zero(model, stage=3, world=world)
         state = npuzero.full_state_dict(first, rank0_only=False)
@@ -250,13 +252,13 @@ def test_whole_state_dicts_go_in_and_out() -> None:
 @pytest.mark.parametrize("dtype", [None, "fp32"])
 def test_exported_files_fit_any_tiles(dtype: str | None, tmp_path: Path) -> None:
     def export(world: World) -> State:
-        model = npuzero.zero(tiled(), stage=3, precision="bf16", world=world)
+        model = npuzero.zero(build_tiled_toy(), stage=3, precision="bf16", world=world)
         npuzero.export(model, tmp_path, dtype=dtype)
         return npuzero.full_state_dict(model, rank0_only=False)
 
     def read(tiles: dict[str, int], world: World) -> State:
         with torch.device("meta"):
-            model = build()
+            model = build_seeded_model()
         if tiles:
             npuzero.tiled(model, tiles)
         npuzero.zero(model, stage=3, precision="bf16", weights=tmp_path, world=world)

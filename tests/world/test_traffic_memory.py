@@ -11,20 +11,20 @@ import npuzero
 from npuzero import Plan, Precision, Report, Settings, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
-from npuzero.plan import FlatSize, MeshShape, Step, predict_bytes
-from world.toy import Block, Recipe, ToyGPT, build
-from world.train import CutSession, train
+from npuzero.plan import FlatSize, MeshShape, StepSpec, predict_bytes
+from world.toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model
+from world.train import CutSession, train_by_recipe
 
 SIZE, LOCAL = 8, 4
 MESH = MeshShape(SIZE // LOCAL, LOCAL)
 every_plan = pytest.mark.parametrize("plan", npuzero.PRESETS)
 
 #: Steps enough to reach the steady state: in the first one it is not yet known which backward pass is the last.
-ONE, TWO = Recipe(steps=3), Recipe(steps=3, micro_batches=2, clip=0.5)
+ONE, TWO = TrainingRecipe(steps=3), TrainingRecipe(steps=3, micro_batches=2, clip=0.5)
 RECIPES = {
     "plain": ONE,
-    "clipped": Recipe(steps=3, clip=0.5),
-    "two micro-batches": Recipe(steps=3, micro_batches=2),
+    "clipped": TrainingRecipe(steps=3, clip=0.5),
+    "two micro-batches": TrainingRecipe(steps=3, micro_batches=2),
     "two micro-batches, clipped": TWO,
 }
 
@@ -39,27 +39,27 @@ CASES = [
 ]
 
 
-def reports(recipe: Recipe, **options: Any) -> list[Report]:
+def measure_reports(recipe: TrainingRecipe, **options: Any) -> list[Report]:
     """What each rank measured over the last step."""
 
     def rank(world: World) -> Report:
-        session = CutSession(build(), world, local_size=LOCAL, **options)
-        train(session, recipe)
+        session = CutSession(build_seeded_model(), world, local_size=LOCAL, **options)
+        train_by_recipe(session, recipe)
         session.state()  # a rank that leaves now would take its part of the last step's gather with it
         return npuzero.report(session.model)
 
     return comm.run_threads(SIZE, rank)
 
 
-def foretold(recipe: Recipe, plan: str, **options: Any) -> Report:
+def predict_report(recipe: TrainingRecipe, plan: str, **options: Any) -> Report:
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
-    return npuzero.predict(build(), plan, SIZE, local_size=LOCAL, **facts, **options)
+    return npuzero.predict(build_seeded_model(), plan, SIZE, local_size=LOCAL, **facts, **options)
 
 
-def assert_foretold(recipe: Recipe, plan: str, **options: Any) -> None:
+def assert_traffic_predicted(recipe: TrainingRecipe, plan: str, **options: Any) -> None:
     """Every rank sent and held exactly what was foretold."""
-    expected = foretold(recipe, plan, **options)
-    for rank, report in enumerate(reports(recipe, plan=plan, **options)):
+    expected = predict_report(recipe, plan, **options)
+    for rank, report in enumerate(measure_reports(recipe, plan=plan, **options)):
         assert (report.bytes_sent, report.sent_along) == (expected.bytes_sent, expected.sent_along)
         assert report.world == expected.world == SIZE and report.plan == expected.plan
         assert report.held == expected.held, rank
@@ -68,8 +68,8 @@ def assert_foretold(recipe: Recipe, plan: str, **options: Any) -> None:
 @pytest.mark.checkered
 @every_plan
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
-def test_report_equals_predict(plan: str, precision: str, recipe: Recipe) -> None:
-    assert_foretold(recipe, plan, precision=precision)
+def test_report_equals_predict(plan: str, precision: str, recipe: TrainingRecipe) -> None:
+    assert_traffic_predicted(recipe, plan, precision=precision)
 
 
 @pytest.mark.checkered
@@ -77,7 +77,7 @@ def test_report_equals_predict(plan: str, precision: str, recipe: Recipe) -> Non
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("masters", ["split", "none", "fp32"])
 def test_report_equals_predict_however_states_are_stored(plan: str, masters: str, moments: str) -> None:
-    assert_foretold(ONE, plan, precision=Precision(torch.bfloat16, masters=masters, moments=moments))
+    assert_traffic_predicted(ONE, plan, precision=Precision(torch.bfloat16, masters=masters, moments=moments))
 
 
 #: Cut as deep as can be and held in between, summed in two levels; the others are swept by `make test-all`.
@@ -100,21 +100,21 @@ WIRES = {
 @pytest.mark.parametrize("plan", QUICK_PLANS)
 @pytest.mark.parametrize("precision", WIRES.values(), ids=WIRES)
 def test_wires_of_another_dtype(plan: str, precision: Precision) -> None:
-    assert_foretold(TWO, plan, precision=precision)
+    assert_traffic_predicted(TWO, plan, precision=precision)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1.5", "hsdp", pytest.param("mics", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["plain", "two micro-batches, clipped"])
-def test_sums_that_travel_as_wires(plan: str, recipe: Recipe) -> None:
-    assert_foretold(recipe, plan, precision=Precision(torch.bfloat16, sums="wire"))
+def test_sums_that_travel_as_wires(plan: str, recipe: TrainingRecipe) -> None:
+    assert_traffic_predicted(recipe, plan, precision=Precision(torch.bfloat16, sums="wire"))
 
 
 @pytest.mark.slow
 @every_plan
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["plain", "two micro-batches, clipped"])
 @pytest.mark.parametrize("wires", [torch.float32, torch.bfloat16])
-def test_sums_that_travel_as_wires_of_another_dtype(plan: str, recipe: Recipe, wires: torch.dtype) -> None:
-    assert_foretold(recipe, plan, precision=Precision(wires=wires, sums="wire"))
+def test_sums_that_travel_as_wires_of_another_dtype(plan: str, recipe: TrainingRecipe, wires: torch.dtype) -> None:
+    assert_traffic_predicted(recipe, plan, precision=Precision(wires=wires, sums="wire"))
 
 
 def test_gradients_travel_in_the_wires_dtype_and_parameters_in_their_own() -> None:
@@ -122,7 +122,7 @@ def test_gradients_travel_in_the_wires_dtype_and_parameters_in_their_own() -> No
     sent = {}
     for name, precision in {"own": Precision(torch.bfloat16), "fp32": WIRES["bf16 reduced in fp32"]}.items():
         plan = Plan.preset("zero3", precision=precision, local_size=LOCAL)
-        report = predict_bytes(plan, [FlatSize(0, elements, torch.bfloat16)], MESH, Step(1))
+        report = predict_bytes(plan, [FlatSize(0, elements, torch.bfloat16)], MESH, StepSpec(1))
         sent[name] = report.bytes_sent
     assert sent["own"]["all_gather"] == sent["fp32"]["all_gather"] == 2 * elements * 2 * 7 // 8
     assert 2 * sent["own"]["reduce_scatter"] == sent["fp32"]["reduce_scatter"] == elements * 4 * 7 // 8
@@ -142,12 +142,12 @@ SETTINGS = {
 @pytest.mark.parametrize("plan", [*QUICK_PLANS, *npuzero.THINNED])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_report_equals_predict_whatever_the_settings(plan: str, settings: Settings) -> None:
-    assert_foretold(TWO, plan, settings=settings)
+    assert_traffic_predicted(TWO, plan, settings=settings)
 
 
-def half_frozen() -> ToyGPT:
+def build_half_frozen() -> ToyGPT:
     """Every block has parameters that do not train, as with adapters."""
-    return ToyGPT(block=lambda dim, frozen_norm: Block(dim, frozen_norm=True))
+    return ToyGPT(block=lambda dim, frozen_norm: ToyBlock(dim, frozen_norm=True))
 
 
 @pytest.mark.parametrize("plan", ["zero3", "hpz"])
@@ -157,12 +157,14 @@ def test_a_unit_that_has_frozen_parameters_is_left_after_the_next_is_reached(pla
     settings = Settings(prefetch=prefetch)
 
     def rank(world: World) -> Report:
-        session = CutSession(build(make=half_frozen), world, local_size=LOCAL, plan=plan, settings=settings)
-        train(session, ONE)
+        session = CutSession(
+            build_seeded_model(make=build_half_frozen), world, local_size=LOCAL, plan=plan, settings=settings
+        )
+        train_by_recipe(session, ONE)
         session.state()
         return npuzero.report(session.model)
 
-    expected = npuzero.predict(half_frozen(), plan, SIZE, local_size=LOCAL, settings=settings)
+    expected = npuzero.predict(build_half_frozen(), plan, SIZE, local_size=LOCAL, settings=settings)
     for report in comm.run_threads(SIZE, rank):
         assert (report.bytes_held, report.bytes_sent) == (expected.bytes_held, expected.bytes_sent)
 
@@ -171,7 +173,7 @@ def test_a_unit_that_has_frozen_parameters_is_left_after_the_next_is_reached(pla
 def test_predict_needs_no_data(plan: str) -> None:
     with torch.device("meta"):
         model = ToyGPT()
-    assert npuzero.predict(model, plan, SIZE, local_size=LOCAL) == foretold(ONE, plan)
+    assert npuzero.predict(model, plan, SIZE, local_size=LOCAL) == predict_report(ONE, plan)
 
 
 #: Elements a rank sends per step of a model of ψ parameters with 1 and with 2 micro-batches, in units of ψ; and what it
@@ -196,7 +198,7 @@ def test_the_designs_table(plan: str) -> None:
     *traffic, parameters, gradients, states = TABLE[plan]
     for micro_batches, expected in zip((1, 2), traffic, strict=True):
         preset = Plan.preset(plan, local_size=LOCAL)
-        report = predict_bytes(preset, [flat], MESH, Step(1, micro_batches))
+        report = predict_bytes(preset, [flat], MESH, StepSpec(1, micro_batches))
         sent = sum(nbytes for verb, nbytes in report.bytes_sent.items() if verb != "control")
         assert sent == expected * elements * 4
         assert report.bytes_held["parameters"] == elements * 4 // parameters
@@ -228,7 +230,7 @@ def test_the_readmes_traffic(plan: str) -> None:
     for precision, psi in zip(precisions, README_TRAFFIC[plan], strict=True):
         flat = FlatSize(0, elements, precision.parameter_of(torch.float32))
         row = Plan.preset(plan, precision=precision, local_size=500)
-        sent = predict_bytes(row, [flat], mesh, Step(1)).bytes_sent
+        sent = predict_bytes(row, [flat], mesh, StepSpec(1)).bytes_sent
         payload = sum(nbytes for verb, nbytes in sent.items() if verb != "control")
         assert payload == pytest.approx(psi * elements * flat.dtype.itemsize, rel=0.01)
 
@@ -242,7 +244,8 @@ def test_the_readmes_traffic_beyond_a_group(plan: str) -> None:
         flat = FlatSize(0, elements, precision.parameter_of(torch.float32))
         row = Plan.preset(plan, precision=precision, local_size=2)
         many, alone = (
-            sum(predict_bytes(row, [flat], MeshShape(groups, 2), Step(0)).bytes_sent.values()) for groups in (1000, 1)
+            sum(predict_bytes(row, [flat], MeshShape(groups, 2), StepSpec(0)).bytes_sent.values())
+            for groups in (1000, 1)
         )
         assert many - alone == pytest.approx(psi * elements * flat.dtype.itemsize / 2, rel=0.01)
 
@@ -251,7 +254,7 @@ def test_under_no_sync_gradients_are_sent_once_and_kept_whole() -> None:
     """Three backward passes, all but the last under no_sync: one reduction, and gradients whole until then."""
 
     def rank(world: World) -> tuple[Report, int]:
-        session = CutSession(build(), world, local_size=LOCAL, plan="zero2")
+        session = CutSession(build_seeded_model(), world, local_size=LOCAL, plan="zero2")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
             with session.no_sync():
@@ -262,16 +265,18 @@ def test_under_no_sync_gradients_are_sent_once_and_kept_whole() -> None:
             optimizer.step()
             optimizer.zero_grad()
         session.state()
-        return npuzero.report(session.model), sum(p.nbytes for p in build().parameters() if p.requires_grad)
+        return npuzero.report(session.model), sum(
+            p.nbytes for p in build_seeded_model().parameters() if p.requires_grad
+        )
 
-    once = foretold(ONE, "zero2")
+    once = predict_report(ONE, "zero2")
     for report, whole in comm.run_threads(SIZE, rank):
         assert report.bytes_sent == once.bytes_sent
         assert report.bytes_held["buffers"] >= once.bytes_held["buffers"] + whole
 
 
 def test_a_step_without_overlap_holds_one_wire() -> None:
-    with_overlap, without = (reports(ONE, plan="zero2", settings=Settings(overlap=o))[0] for o in (True, False))
+    with_overlap, without = (measure_reports(ONE, plan="zero2", settings=Settings(overlap=o))[0] for o in (True, False))
     assert without.bytes_held["buffers"] < with_overlap.bytes_held["buffers"]
     assert without.bytes_sent == with_overlap.bytes_sent
 
@@ -285,7 +290,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
     monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
 
     def rank(world: World) -> list[int]:
-        session = CutSession(build(), world, plan=plan, local_size=2)
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, capturable=capturable)
         held = engine_of(session.model).spaces[npuzero.Memory.DEVICE].held
         seen = [held["gradients"]]
@@ -299,7 +304,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
         session.state()
         return seen
 
-    full = npuzero.predict(build(), plan, 4, local_size=2).bytes_held["gradients"]
+    full = npuzero.predict(build_seeded_model(), plan, 4, local_size=2).bytes_held["gradients"]
     for seen in comm.run_threads(4, rank):
         between = full if capturable else 0
         assert seen == [0, 0, full, between, full, between, full]
@@ -312,7 +317,7 @@ def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
     """From the second step on the engine has every buffer it needs."""
 
     def rank(world: World) -> list[int]:
-        session = CutSession(build(), world, plan=plan, precision=precision, local_size=2)
+        session = CutSession(build_seeded_model(), world, plan=plan, precision=precision, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         made = []
         for step in range(5):

@@ -12,8 +12,8 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from world.test_gradient_values import every_plan
-from world.toy import build, tokens_of
-from world.train import CutSession, Session, State, check
+from world.toy import build_seeded_model, toy_tokens
+from world.train import CutSession, Session, State, check_equals_plain
 
 Step = Callable[[list[torch.optim.Optimizer]], None]
 
@@ -31,7 +31,7 @@ def each_by_itself(optimizers: list[torch.optim.Optimizer]) -> None:
         optimizer.zero_grad()
 
 
-def all_of(session: Session) -> list[torch.optim.Optimizer]:
+def build_both_optimizers(session: Session) -> list[torch.optim.Optimizer]:
     """One of matrices, as Muon's users have it, one of the rest: each unit has parameters of both."""
     parameters = list(session.model.parameters())
     return [
@@ -46,7 +46,7 @@ def test_they_train_as_torchs(plan: str, step: Step) -> None:
     """Also where one of them skips a turn, where the program reads and writes in between, and steps without zeroing."""
 
     def scenario(session: Session) -> State:
-        optimizers = all_of(session)
+        optimizers = build_both_optimizers(session)
         norms = []
         for turn in range(6):
             session.loss(turn).backward()
@@ -68,16 +68,16 @@ def test_they_train_as_torchs(plan: str, step: Step) -> None:
                 step(optimizers)
         return {"norms": torch.stack(norms)}
 
-    check(scenario, 4, plan=plan, local_size=2)
+    check_equals_plain(scenario, 4, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("step", [one_after_the_other, each_by_itself])
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "hsdp", "zero3", "offload", "zero1.5"])
 def test_a_step_sends_what_was_foretold(plan: str, step: Step) -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(), world, plan=plan, local_size=2)
-        foretold = npuzero.predict(build(), plan, world=4, local_size=2, precision="fp32").bytes_sent
-        optimizers = all_of(session)
+        session = CutSession(build_seeded_model(), world, plan=plan, local_size=2)
+        foretold = npuzero.predict(build_seeded_model(), plan, world=4, local_size=2, precision="fp32").bytes_sent
+        optimizers = build_both_optimizers(session)
         for turn in range(3):
             session.loss(turn).backward()
             step(optimizers)
@@ -90,7 +90,7 @@ def test_a_step_sends_what_was_foretold(plan: str, step: Step) -> None:
     comm.run_threads(4, rank)
 
 
-class Two(nn.Module):
+class TwoNetworks(nn.Module):
     """A generator and a discriminator, of blocks that are units."""
 
     def __init__(self) -> None:
@@ -110,13 +110,13 @@ def test_only_units_that_were_updated_are_sent(plan: str) -> None:
     """Of a generator's step those of the generator, though the discriminator has gradients; of both steps all."""
 
     def rank(world: World) -> list[int]:
-        model = npuzero.zero(build(make=Two), world=world, plan=plan)
-        assert isinstance(model, Two)
+        model = npuzero.zero(build_seeded_model(make=TwoNetworks), world=world, plan=plan)
+        assert isinstance(model, TwoNetworks)
         g, d = (npuzero.AdamW(part.parameters(), lr=0.1) for part in (model.g, model.d))
         sent = []
         for parts, steps in (("d", [d]), ("gd", [g]), ("gd", [g, d])):
             model.zero_grad()
-            model(tokens_of(0, 0, world.rank)[:, :8].float(), parts).square().mean().backward()
+            model(toy_tokens(0, 0, world.rank)[:, :8].float(), parts).square().mean().backward()
             for optimizer in steps:
                 optimizer.step()
             sent.append(npuzero.report(model).bytes_sent["all_gather"])
@@ -134,9 +134,11 @@ def test_chunks_are_updated_before_they_are_sent(plan: str, overlap: bool) -> No
     """The second optimizer has more chunks to update when R4 of the first unit ends."""
 
     def scenario(session: Session) -> None:
-        optimizers = all_of(session)
+        optimizers = build_both_optimizers(session)
         for turn in range(3):
             session.loss(turn).backward()
             one_after_the_other(optimizers)
 
-    check(scenario, 2, plan=plan, settings=npuzero.Settings(overlap=overlap, chunk_bytes=100, bucket_bytes=1))
+    check_equals_plain(
+        scenario, 2, plan=plan, settings=npuzero.Settings(overlap=overlap, chunk_bytes=100, bucket_bytes=1)
+    )

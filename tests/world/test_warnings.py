@@ -16,14 +16,14 @@ from npuzero import Precision, checkpoint, comm
 from npuzero.comm import Mesh, World
 from npuzero.plan import DATA
 from npuzero.shard import inputs
-from world.toy import build
+from world.toy import build_seeded_model
 
 #: What a rank is fed: by its mesh, and the step.
 Feed = Callable[[Mesh, int], Tensor]
 
 
 def net() -> nn.Module:
-    return build(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    return build_seeded_model(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
 
 
 def told(size: int, rank: Callable[[World], Any], about: str) -> list[str]:
@@ -95,7 +95,7 @@ def test_ranks_of_other_axes_share_a_batch_by_right(alike: bool) -> None:
 def test_pipelines_of_one_batch_are_told_once(alike: bool) -> None:
     def rank(world: World) -> None:
         mesh = npuzero.mesh(pipe=2, world=world)
-        blocks = build(make=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
+        blocks = build_seeded_model(make=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
         pipe = npuzero.pipeline(blocks, mesh, micro_batches=1, loss_fn=nn.functional.mse_loss)
         optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
         for step in range(5):

@@ -17,8 +17,8 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.shard.find_engine import engine_behind
-from world.toy import VOCABULARY, Block, ToyGPT, build
-from world.train import CutSession, Session, State, assert_same_bits, check
+from world.toy import VOCABULARY, ToyBlock, ToyGPT, build_seeded_model
+from world.train import CutSession, Session, State, assert_same_bits, check_equals_plain
 
 QUICK = ("zero2", "zero3", "hsdp")
 every_plan = pytest.mark.parametrize(
@@ -29,7 +29,7 @@ LIMIT = 0.0625  # in every precision
 SIZE = 4  # ranks, two a node
 
 
-def in_place(weight: Tensor) -> None:
+def clamp_in_place(weight: Tensor) -> None:
     with torch.no_grad():
         weight.clamp_(-LIMIT, LIMIT)
 
@@ -47,7 +47,7 @@ def by_an_alias(weight: Tensor) -> None:
     alias.view(-1)[::2].clamp_(-LIMIT, LIMIT)
 
 
-WAYS = (in_place, by_data, by_detach, by_an_alias)
+WAYS = (clamp_in_place, by_data, by_detach, by_an_alias)
 
 
 # -- within a forward --------------------------------------------------------------------------------------------------
@@ -66,11 +66,11 @@ class WritingLinear(nn.Linear):
         return super().forward(x) * self.fixed.mean()
 
 
-def writing(way: Callable[[Tensor], None]) -> Callable[[], nn.Module]:
+def make_writing_model(way: Callable[[Tensor], None]) -> Callable[[], nn.Module]:
     """Makes models whose blocks' forward writes their weights; doing it twice does what doing it once does."""
     linear = type("Linear", (WritingLinear,), {"way": staticmethod(way)})
 
-    class WritingBlock(Block):
+    class WritingBlock(ToyBlock):
         def __init__(self, dim: int, frozen_norm: bool = False) -> None:
             super().__init__(dim, frozen_norm)
             self.out = linear(dim)
@@ -79,7 +79,7 @@ def writing(way: Callable[[Tensor], None]) -> Callable[[], nn.Module]:
 
 
 # Plain torch, which has a forward for each rank's batch, refuses writes between that it counts.
-MAKES = {way.__name__: writing(way) for way in (by_data, by_an_alias)}
+MAKES = {way.__name__: make_writing_model(way) for way in (by_data, by_an_alias)}
 
 
 def train_and_evaluate(session: Session) -> None:
@@ -95,14 +95,14 @@ def train_and_evaluate(session: Session) -> None:
 @pytest.mark.parametrize("way", MAKES)
 @every_plan
 def test_a_forward_that_writes_its_weight(plan: str, way: str) -> None:
-    check(train_and_evaluate, SIZE, MAKES[way], plan=plan, local_size=2)
+    check_equals_plain(train_and_evaluate, SIZE, MAKES[way], plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("precision", LOW)
 def test_a_forward_that_writes_its_weight_in_low_precision(precision: str) -> None:
     """Masters follow the written values, and stages stay alike to the bit."""
     alike = ("zero3", "zero3-keep") if precision == "bf16-split" else ("zero0", "zero2", "zero3")
-    states = [_on_ranks(train_and_evaluate, MAKES["by_data"], plan=plan, precision=precision) for plan in alike]
+    states = [_run_on_ranks(train_and_evaluate, MAKES["by_data"], plan=plan, precision=precision) for plan in alike]
     for state in states[1:]:
         assert_same_bits(state, states[0])
     written = [value for name, value in states[0].items() if name.endswith("out.weight")]
@@ -133,13 +133,13 @@ def test_an_embedding_with_max_norm_over_equal_batches(plan: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    check(alike, SIZE, MaxNorm, plan=plan, local_size=2)
+    check_equals_plain(alike, SIZE, MaxNorm, plan=plan, local_size=2)
 
 
 @every_plan
 def test_an_embedding_with_max_norm_over_batches_that_differ(plan: str) -> None:
     def rank(world: World) -> str:
-        session = CutSession(build(make=MaxNorm), world, plan=plan, local_size=2)
+        session = CutSession(build_seeded_model(make=MaxNorm), world, plan=plan, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-1)
         session.loss().backward()
         with pytest.raises(npuzero.StateError) as caught:
@@ -154,7 +154,7 @@ def test_an_embedding_with_max_norm_over_batches_that_differ(plan: str) -> None:
 
 
 @contextmanager
-def _readable(model: nn.Module, write: bool = False) -> Iterator[None]:
+def _gathered_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Whole parameters: of a cut model gathered, of plain torch as they are."""
     if any(engine_behind(parameter) is not None for parameter in model.parameters()):
         with npuzero.gathered(model, write=write):
@@ -170,7 +170,7 @@ def clip_weights(way: Callable[[Tensor], None], write: bool = False) -> Callable
             session.loss(step).backward()
             optimizer.step()
             optimizer.zero_grad()
-            with _readable(session.model, write):
+            with _gathered_parameters(session.model, write):
                 for parameter in session.model.parameters():
                     if parameter.dim() > 1 and parameter.numel():
                         way(parameter)
@@ -185,12 +185,12 @@ PAST_TORCH = clip_weights(lambda weight: weight.detach().numpy().clip(-LIMIT, LI
 @pytest.mark.parametrize("way", CLIPPING)
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_weights_clipped_after_each_step(plan: str, way: str) -> None:
-    check(CLIPPING[way], SIZE, plan=plan, local_size=2)
+    check_equals_plain(CLIPPING[way], SIZE, plan=plan, local_size=2)
 
 
 @every_plan
 def test_weights_clipped_past_torch(plan: str) -> None:
-    check(PAST_TORCH, SIZE, plan=plan, local_size=2)
+    check_equals_plain(PAST_TORCH, SIZE, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize(("precision", "write"), [*((name, False) for name in LOW), ("bf16", True)])
@@ -199,13 +199,13 @@ def test_what_is_written_outlasts_a_step_that_changes_nothing(plan: str, precisi
     """Weights copied back from an average, ``nn.init``: the masters of before do not come back."""
 
     def rank(world: World) -> list[Tensor]:
-        session = CutSession(build(), world, plan=plan, precision=precision, local_size=2)
+        session = CutSession(build_seeded_model(), world, plan=plan, precision=precision, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         session.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
         block = session.model.blocks[0]
-        with _readable(session.model, write):
+        with _gathered_parameters(session.model, write):
             nn.init.constant_(block.qkv.weight, LIMIT)
             block.out.weight.data.copy_(torch.full((16, 16), -LIMIT))
             for parameter in block.mlp.parameters():
@@ -232,7 +232,7 @@ def test_masters_keep_their_bits_where_values_stay(plan: str, precision: str) ->
                 session.loss(step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                with _readable(session.model):
+                with _gathered_parameters(session.model):
                     for parameter in session.model.parameters():
                         touch(parameter)
 
@@ -240,14 +240,14 @@ def test_masters_keep_their_bits_where_values_stay(plan: str, precision: str) ->
 
     options = {"plan": plan, "precision": precision}
     untouched, read, same = (
-        _on_ranks(trained(touch), **options)
+        _run_on_ranks(trained(touch), **options)
         for touch in (lambda p: None, lambda p: p.data.sum(), lambda p: p.data.mul_(1.0))
     )
     assert_same_bits(read, untouched)
     assert_same_bits(same, untouched)
 
 
-class Pair(nn.Module):
+class SlowCopyPair(nn.Module):
     """A model that learns from a slow copy of itself, as in BYOL and MoCo."""
 
     def __init__(self) -> None:
@@ -262,10 +262,10 @@ class Pair(nn.Module):
 
 @every_plan
 def test_a_target_that_follows_by_moving_averages(plan: str) -> None:
-    check(follow, SIZE, Pair, plan=plan, local_size=2)
+    check_equals_plain(follow_slow_copy, SIZE, SlowCopyPair, plan=plan, local_size=2)
 
 
-def follow(session: Session) -> None:
+def follow_slow_copy(session: Session) -> None:
     optimizer = session.optimizer(
         torch.optim.AdamW, [p for p in session.model.parameters() if p.requires_grad], lr=1e-2
     )
@@ -273,7 +273,7 @@ def follow(session: Session) -> None:
         session.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-        with _readable(session.model):
+        with _gathered_parameters(session.model):
             both = zip(session.model.target.parameters(), session.model.online.parameters(), strict=True)
             for slow, fast in both:
                 slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
@@ -290,7 +290,7 @@ def test_weights_that_stay_whole_need_no_block(plan: str) -> None:
             for parameter in session.model.parameters():
                 by_data(parameter)
 
-    check(scenario, SIZE, plan=plan)
+    check_equals_plain(scenario, SIZE, plan=plan)
 
 
 # -- ranks that write different values ---------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_weights_that_stay_whole_need_no_block(plan: str) -> None:
 @pytest.mark.parametrize("write", [False, True])
 def test_ranks_that_write_different_values_within_a_block(plan: str, write: bool) -> None:
     def rank(world: World) -> str:
-        model = CutSession(build(), world, plan=plan, local_size=2).model
+        model = CutSession(build_seeded_model(), world, plan=plan, local_size=2).model
         with pytest.raises(npuzero.StateError) as caught, npuzero.gathered(model, write=write):
             model.blocks[1].mlp[1].weight.data.fill_(world.rank // 3)  # type: ignore[index, union-attr]
         return str(caught.value)
@@ -313,7 +313,7 @@ def test_ranks_that_write_different_values_within_a_block(plan: str, write: bool
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
 def test_one_rank_that_writes_into_whole_parameters(plan: str, precision: str) -> None:
     def rank(world: World) -> str:
-        session = CutSession(build(), world, plan=plan, precision=precision)
+        session = CutSession(build_seeded_model(), world, plan=plan, precision=precision)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         if world.rank == 1:
             nn.init.zeros_(session.model.blocks[0].qkv.weight)  # type: ignore[index, union-attr]
@@ -328,7 +328,7 @@ def test_one_rank_that_writes_into_whole_parameters(plan: str, precision: str) -
 
 def test_ranks_that_write_the_same_values_to_other_places() -> None:
     def rank(world: World) -> str:
-        session = CutSession(build(), world, plan="zero1")
+        session = CutSession(build_seeded_model(), world, plan="zero1")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         weight: Any = session.model.norm.weight
         with torch.no_grad():
@@ -341,9 +341,11 @@ def test_ranks_that_write_the_same_values_to_other_places() -> None:
     assert all("norm.weight" in text for text in comm.run_threads(2, rank))
 
 
-def _on_ranks(scenario: Callable[[Session], State], make: Callable[[], nn.Module] = ToyGPT, **options: object) -> State:
+def _run_on_ranks(
+    scenario: Callable[[Session], State], make: Callable[[], nn.Module] = ToyGPT, **options: object
+) -> State:
     def rank(world: World) -> State:
-        session = CutSession(build(make=make), world, local_size=2, **options)
+        session = CutSession(build_seeded_model(make=make), world, local_size=2, **options)
         scenario(session)
         return session.state()
 

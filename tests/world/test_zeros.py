@@ -12,14 +12,14 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from world.test_gradient_values import every_plan
-from world.toy import build
-from world.train import BOUND, CutSession, Session, State, assert_same_bits, check
+from world.toy import build_seeded_model
+from world.train import BOUND, CutSession, Session, State, assert_same_bits, check_equals_plain
 
 #: By step the ranks that use the shift.
 SHIFTS = [(0, 1), (), (1,), (1,), (), (0,)]
 
 
-class Branches(nn.Module):
+class UsedBranches(nn.Module):
     """Blocks of which a forward uses some, the same on all ranks, and a vector that it uses on some ranks."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Branches(nn.Module):
         return self.head(x).square().mean()
 
 
-def loss(session: Session, step: int, *blocks: int, shifts: Sequence[int] = ()) -> Tensor:
+def branches_loss(session: Session, step: int, *blocks: int, shifts: Sequence[int] = ()) -> Tensor:
     def of(rank: int) -> Tensor:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
         return session.model(x, blocks, rank in shifts)
@@ -44,7 +44,7 @@ def loss(session: Session, step: int, *blocks: int, shifts: Sequence[int] = ()) 
     return session.mean(of)
 
 
-def optimizers(session: Session, kind: type[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
+def weights_and_rest_optimizers(session: Session, kind: type[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
     """One of weights, one of the rest: each flat has parameters of both."""
     options = {"momentum": 0.9, "lr": 0.1} if kind is torch.optim.SGD else {"lr": 0.1}
     for matrices in (True, False):
@@ -77,15 +77,15 @@ def test_zeros_update(plan: str, kind: type[torch.optim.Optimizer], zero: Callab
     """
 
     def scenario(session: Session) -> State:
-        made = list(optimizers(session, kind))
+        made = list(weights_and_rest_optimizers(session, kind))
         norms = []
         for step in range(6):
             for micro in range(1 + step % 2):
                 used = (0, 2) if step else (0, 1, 2)
-                loss(session, 7 * step + micro, *used, shifts=SHIFTS[step]).backward()
+                branches_loss(session, 7 * step + micro, *used, shifts=SHIFTS[step]).backward()
             if step == 3:
                 zero(session, made, step)
-                loss(session, step, 0, 1, shifts=(0,)).backward()
+                branches_loss(session, step, 0, 1, shifts=(0,)).backward()
             if step % 2:
                 norms.append(session.clip(0.05))
             if step == 5:
@@ -99,22 +99,22 @@ def test_zeros_update(plan: str, kind: type[torch.optim.Optimizer], zero: Callab
                     optimizer.step()
         return {"norms": torch.stack(norms)}
 
-    check(scenario, 2, Branches, bound=BOUND if kind is torch.optim.SGD else 1e-4, plan=plan)
+    check_equals_plain(scenario, 2, UsedBranches, bound=BOUND if kind is torch.optim.SGD else 1e-4, plan=plan)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "offload"])
 def test_zeros_can_be_read(plan: str) -> None:
     def rank(world: World) -> None:
-        session = CutSession(build(make=Branches), world, plan=plan)
+        session = CutSession(build_seeded_model(make=UsedBranches), world, plan=plan)
         weight = session.model.head.weight
         for zero in (session.model.zero_grad, npuzero.AdamW(session.model.parameters()).zero_grad):
-            loss(session, 0, 0, 1).backward()
+            branches_loss(session, 0, 0, 1).backward()
             zero(set_to_none=False)
             found = npuzero.full_gradient(weight)
             assert found is not None and not found.any()
             assert npuzero.full_gradient(session.model.never) is None
             assert set(npuzero.grad_norms(session.model).values()) == {0.0}
-            loss(session, 0, 0, 1).backward()
+            branches_loss(session, 0, 0, 1).backward()
             again = npuzero.full_gradient(weight)
             assert again is not None and again.any()
             if plan == "zero0":
@@ -129,12 +129,12 @@ def test_zeros_can_be_read(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3"])
 def test_where_all_is_used_no_bit_moves(plan: str) -> None:
     def train(world: World, to_none: bool) -> State:
-        session = CutSession(build(make=Branches), world, plan=plan, precision="bf16")
+        session = CutSession(build_seeded_model(make=UsedBranches), world, plan=plan, precision="bf16")
         optimizer = session.optimizer(torch.optim.AdamW, lr=0.1)
         for step in range(3):
             for micro in range(2):
                 with session.no_sync() if micro == 0 else torch.enable_grad():
-                    loss(session, 2 * step + micro, 0, 1, 2).backward()
+                    branches_loss(session, 2 * step + micro, 0, 1, 2).backward()
             session.clip(0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)

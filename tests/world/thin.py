@@ -18,13 +18,13 @@ from npuzero import Plan
 from npuzero.comm import World
 from npuzero.plan import MeshShape
 
-from .parity_ranks import digest
-from .toy import build
+from .parity_ranks import state_digest
+from .toy import build_seeded_model
 
 WIDTHS = (37, 41, 29, 37)  # which divide nothing
 
 
-def rounded(values: Tensor, bits: int) -> Tensor:
+def round_to_wire(values: Tensor, bits: int) -> Tensor:
     """Values [n], whole blocks of them, as they come out of a thin wire; float32."""
     block, largest = (256, 127) if bits == 8 else (128, 7)
     blocks = values.float().view(-1, block)
@@ -36,7 +36,7 @@ def rounded(values: Tensor, bits: int) -> Tensor:
     return ((codes + 0.0) * upwards).view(-1)  # a code is an integer: none is -0
 
 
-class Product(torch.autograd.Function):
+class RecordedProduct(torch.autograd.Function):
     """x @ weight.T, which notes the weight that forward reads, and that backward does."""
 
     @staticmethod
@@ -53,16 +53,16 @@ class Product(torch.autograd.Function):
         return grad @ weight, grad.T @ x, None
 
 
-class Matrix(nn.Module):
+class MatrixLayer(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
 
     def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
-        return torch.tanh(Product.apply(x, self.weight, seen))
+        return torch.tanh(RecordedProduct.apply(x, self.weight, seen))
 
 
-class Chain(nn.Module):
+class MatrixChain(nn.Module):
     """Matrices one after the other.
 
     Attributes:
@@ -71,7 +71,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Matrix(a, b) for a, b in pairwise(WIDTHS))
+        self.layers = nn.ModuleList(MatrixLayer(a, b) for a, b in pairwise(WIDTHS))
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,20 +82,20 @@ class Chain(nn.Module):
 
 def is_matrix(_: str, module: nn.Module) -> bool:
     """The rule by which each matrix is a unit."""
-    return isinstance(module, Matrix)
+    return isinstance(module, MatrixLayer)
 
 
-def batch(step: int, micro_batch: int, rank: int) -> Tensor:
+def chain_batch(step: int, micro_batch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank)
     return torch.randn(5, WIDTHS[0], generator=generator)
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+def chain_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x.to(next(model.parameters()).dtype)).float() - 0.3).square().mean()
 
 
 @dataclass
-class Oracle:
+class ThinOracle:
     """The gradients of one plan over a mesh, of weights that are given."""
 
     plan: Plan
@@ -119,14 +119,14 @@ class Oracle:
         thin = self.plan.precision.gathers and self.mesh.size(self.plan.parameters.axes) > 1
         if not thin:
             return weight
-        return rounded(self.padded(weight), 8)[: weight.numel()].to(weight.dtype).view(weight.shape)
+        return round_to_wire(self.padded(weight), 8)[: weight.numel()].to(weight.dtype).view(weight.shape)
 
     def gradients(self, weights: Sequence[Tensor], step: int, micro_batches: int) -> list[Tensor]:
         """The mean over ranks of each matrix's gradient in one step, float32."""
         computed = [self.computed_with(weight) for weight in weights]
         sums: list[list[Tensor]] = []
         for micro_batch in range(micro_batches):
-            by_rank = [self._backward(computed, batch(step, micro_batch, rank)) for rank in self.ranks]
+            by_rank = [self._backward(computed, chain_batch(step, micro_batch, rank)) for rank in self.ranks]
             last = micro_batches == 1 and step > 0  # in the first step nobody knows which pass is the last
             sums.append([self._scattered(i, [grads[i] for grads in by_rank], last) for i in range(len(weights))])
         found = []
@@ -143,10 +143,10 @@ class Oracle:
         return self._whole(shards)[: by_rank[0].numel()].view(by_rank[0].shape)
 
     def _backward(self, weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-        model = Chain().to(weights[0].dtype)
+        model = MatrixChain().to(weights[0].dtype)
         for layer, weight in zip(model.layers, weights, strict=True):
             layer.weight = nn.Parameter(weight.clone())
-        return list(torch.autograd.grad(loss_of(model, x), list(model.parameters())))
+        return list(torch.autograd.grad(chain_loss(model, x), list(model.parameters())))
 
     # Whose gradients are whole here are packed in float32; those that are sent at once, in the communication dtype.
     def _scattered(self, i: int, gradients: list[Tensor], alone: bool) -> list[Tensor]:
@@ -187,7 +187,7 @@ class Oracle:
                 continue
             key = (i, axes[0], rank)
             x = own + self.residuals.get(key, torch.zeros(())) if level.feedback else own
-            sent.append(rounded(x, level.bits))
+            sent.append(round_to_wire(x, level.bits))
             self.residuals[key] = x - sent[-1]
         found = []
         for rank in self.ranks:
@@ -213,20 +213,25 @@ class Oracle:
         return torch.cat([seen[index] for index in sorted(seen)])
 
 
-def digests(world: World, presets: Sequence[str], local_size: int) -> dict[str, str]:
+def preset_digests(world: World, presets: Sequence[str], local_size: int) -> dict[str, str]:
     """Train a chain by each preset; a digest of its bits by preset."""
     found = {}
     for preset in presets:
         model = npuzero.zero(
-            build(0, Chain), plan=preset, precision="bf16", world=world, local_size=local_size, units=is_matrix
+            build_seeded_model(0, MatrixChain),
+            plan=preset,
+            precision="bf16",
+            world=world,
+            local_size=local_size,
+            units=is_matrix,
         )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         for step in range(3):
             for micro_batch in range(2):
-                loss_of(model, batch(step, micro_batch, world.rank)).backward()
+                chain_loss(model, chain_batch(step, micro_batch, world.rank)).backward()
             npuzero.clip_grad_norm_(model, 0.1)
             optimizer.step()
             optimizer.zero_grad()
         state = npuzero.full_state_dict(model, rank0_only=False)
-        found[preset] = digest({name: value.float() for name, value in state.items()})
+        found[preset] = state_digest({name: value.float() for name, value in state.items()})
     return found

@@ -15,7 +15,7 @@ VOCABULARY, SEQUENCE, BATCH = 37, 12, 2
 _SEEDING = threading.Lock()
 
 
-class Block(nn.Module):
+class ToyBlock(nn.Module):
     def __init__(self, dim: int, frozen_norm: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 class ToyGPT(nn.Module):
     """Tied embedding and head, frozen positions and norm, a scalar, a zero-size and a never used parameter."""
 
-    def __init__(self, dim: int = 16, layers: int = 3, block: Callable[..., nn.Module] = Block) -> None:
+    def __init__(self, dim: int = 16, layers: int = 3, block: Callable[..., nn.Module] = ToyBlock) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, dim)
         self.positions = nn.Parameter(torch.randn(SEQUENCE, dim) * 0.1, requires_grad=False)
@@ -57,7 +57,7 @@ class ToyGPT(nn.Module):
         return x
 
 
-def build(seed: int = 0, make: Callable[[], nn.Module] = ToyGPT) -> nn.Module:
+def build_seeded_model(seed: int = 0, make: Callable[[], nn.Module] = ToyGPT) -> nn.Module:
     """The same weights whatever thread asks for them."""
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -70,7 +70,7 @@ EPS = 1e-3
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How a model is trained, by any contender."""
 
     steps: int = 10
@@ -80,19 +80,19 @@ class Recipe:
     eps: float = EPS
 
 
-def tokens_of(step: int, micro_batch: int, rank: int) -> Tensor:
+def toy_tokens(step: int, micro_batch: int, rank: int) -> Tensor:
     """[BATCH, SEQUENCE + 1] int64."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
+def toy_loss(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
     """Cross entropy in float32; ``options`` go to the model's forward."""
     logits = model(tokens[:, :-1], **options)
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def groups_of(model: nn.Module, recipe: Recipe) -> Iterable[object]:
+def toy_param_groups(model: nn.Module, recipe: TrainingRecipe) -> Iterable[object]:
     """All parameters, or two groups: matrices decay, vectors learn faster and do not."""
     if not recipe.groups:
         return model.parameters()

@@ -1,7 +1,7 @@
 """One scenario, two contenders: plain torch that sees the data of all ranks, and npuzero on each rank with its own.
 
-A scenario is a function of a :class:`Session`: the training loop as its user writes it. ``check`` runs it by both and
-compares every tensor of the model, and whatever else the scenario returns.
+A scenario is a function of a :class:`Session`: the training loop as its user writes it. ``check_equals_plain`` runs it
+by both and compares every tensor of the model, and whatever else the scenario returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 
-from .toy import EPS, Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
+from .toy import EPS, ToyGPT, TrainingRecipe, build_seeded_model, toy_loss, toy_param_groups, toy_tokens
 
 State = dict[str, Tensor]
 Make = Callable[[], nn.Module]
@@ -47,7 +47,7 @@ class Session(ABC):
         return torch.stack([of(rank) for rank in self.ranks]).mean()
 
     def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
-        return self.mean(lambda rank: loss_of(self.model, tokens_of(step, micro_batch, rank), **options))
+        return self.mean(lambda rank: toy_loss(self.model, toy_tokens(step, micro_batch, rank), **options))
 
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
@@ -134,9 +134,9 @@ class CutSession(Session):
 Scenario = Callable[[Session], "State | None"]
 
 
-def train(session: Session, recipe: Recipe) -> State:
+def train_by_recipe(session: Session, recipe: TrainingRecipe) -> State:
     """The loop of all parity tests: the model in the end, and the gradient norms on the way."""
-    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, recipe), lr=1e-2, eps=recipe.eps)
+    optimizer = session.optimizer(torch.optim.AdamW, toy_param_groups(session.model, recipe), lr=1e-2, eps=recipe.eps)
     norms = []
     for step in range(recipe.steps):
         for micro_batch in range(recipe.micro_batches):
@@ -148,21 +148,21 @@ def train(session: Session, recipe: Recipe) -> State:
     return {"gradient norms": torch.stack(norms)} if norms else {}
 
 
-def train_plain(model: nn.Module, world: int, recipe: Recipe) -> State:
+def train_plain(model: nn.Module, world: int, recipe: TrainingRecipe) -> State:
     """What a run on ``world`` ranks must give, by plain torch."""
     session = PlainSession(model, range(world), world)
-    return train(session, recipe) | session.state()
+    return train_by_recipe(session, recipe) | session.state()
 
 
-def train_cut(world: World, recipe: Recipe, model: Any = None, **options: Any) -> tuple[State, Any]:
+def train_sharded(world: World, recipe: TrainingRecipe, model: Any = None, **options: Any) -> tuple[State, Any]:
     """Train under ``npuzero.zero(model, **options)`` on this rank; whole tensors, and the model."""
-    session = CutSession(build() if model is None else model, world, **options)
-    return train(session, recipe) | session.state(), session.model
+    session = CutSession(build_seeded_model() if model is None else model, world, **options)
+    return train_by_recipe(session, recipe) | session.state(), session.model
 
 
 def run_plain(scenario: Scenario, size: int, make: Make = ToyGPT) -> State:
     """The scenario's outcome by plain torch."""
-    session = PlainSession(build(make=make), range(size), size)
+    session = PlainSession(build_seeded_model(make=make), range(size), size)
     returned = scenario(session) or {}
     return returned | session.state()
 
@@ -174,23 +174,25 @@ def run_cut(scenario: Scenario, size: int, make: Make = ToyGPT, **options: Any) 
     """The scenario's outcome by npuzero, on each rank."""
 
     def rank(world: World) -> State:
-        session = CutSession(build(make=make), world, **options)
+        session = CutSession(build_seeded_model(make=make), world, **options)
         returned = scenario(session) or {}
         return {name: value.detach().clone() for name, value in returned.items()} | session.state()
 
     return comm.run_threads(size, rank)
 
 
-def check(scenario: Scenario, size: int, make: Make = ToyGPT, bound: float = BOUND, **options: Any) -> State:
+def check_equals_plain(
+    scenario: Scenario, size: int, make: Make = ToyGPT, bound: float = BOUND, **options: Any
+) -> State:
     """npuzero's outcome is the same on all ranks, and plain torch's."""
     states = run_cut(scenario, size, make, **options)
     for state in states:
         assert_same_bits(state, states[0])
-    assert_close(states[0], _expected(scenario, size, make), bound)
+    assert_states_close(states[0], _expected(scenario, size, make), bound)
     return states[0]
 
 
-def assert_close(found: State, expected: State, bound: float = BOUND) -> None:
+def assert_states_close(found: State, expected: State, bound: float = BOUND) -> None:
     """Every tensor differs by at most ``bound`` of its largest magnitude."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -207,7 +209,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / scale)
 
 
-def worst(found: State, expected: State) -> float:
+def worst_difference(found: State, expected: State) -> float:
     """The largest relative difference of any tensor."""
     assert found.keys() == expected.keys()
     return max(relative_difference(found[name], value) for name, value in expected.items())
@@ -215,9 +217,9 @@ def worst(found: State, expected: State) -> float:
 
 def assert_same_bits(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
-    different = [name for name, value in expected.items() if not torch.equal(_bits(found[name]), _bits(value))]
+    different = [name for name, value in expected.items() if not torch.equal(_as_bytes(found[name]), _as_bytes(value))]
     assert not different, f"{different} differ in some bits"
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)

@@ -26,7 +26,7 @@ _BREAK_CAPTURE = (
 _LAUNCHES = ("flat_adam", "pack", "norm", "cast")
 
 
-class _Operations(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     def __init__(self, seen: list[Any]) -> None:
         super().__init__()
         self._seen = seen
@@ -40,7 +40,7 @@ class _Operations(TorchDispatchMode):
 
 
 @contextmanager
-def issued() -> Iterator[list[Any]]:
+def record_issued() -> Iterator[list[Any]]:
     """What the block issues: every operation, with the numbers that the host gave it, which a graph would keep.
 
     Raises:
@@ -55,20 +55,20 @@ def issued() -> Iterator[list[Any]]:
         for name in ("tolist", "numpy", "cpu", "item", "__bool__", "__float__", "__int__"):
             patch.setattr(Tensor, name, refused)
         for name in _LAUNCHES:
-            patch.setattr(_native, name, _recorded(name, getattr(_native, name), seen))
-        with _Operations(seen):
+            patch.setattr(_native, name, _record_launch(name, getattr(_native, name), seen))
+        with _OperationRecorder(seen):
             yield seen
 
 
-def _recorded(name: str, launch: Any, seen: list[Any]) -> Any:
+def _record_launch(name: str, launch: Any, seen: list[Any]) -> Any:
     def recorded(*arguments: Any) -> Any:
-        seen.append((name, [_numbers(name, value) for value in arguments]))
+        seen.append((name, [_launch_numbers(name, value) for value in arguments]))
         return launch(*arguments)
 
     return recorded
 
 
-def _numbers(name: str, value: Any) -> Any:
+def _launch_numbers(name: str, value: Any) -> Any:
     """An argument of a launch without addresses of gradients, which a captured backward puts where it likes."""
     if isinstance(value, _C.View):
         return (value.count, value.dtype)

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from npuzero.comm.torch_backend.group import ShmGroup
 from npuzero.comm.torch_backend.tensors import NAME
 
-__all__ = ["NAME", "ShmGroup", "register"]
+__all__ = ["NAME", "ShmGroup", "register_shm_backend"]
 
 
-def register() -> None:
+def register_shm_backend() -> None:
     """Register ``"shm"`` with torch.distributed."""
-    dist.Backend.register_backend(NAME, _make_group, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _make_shm_group, devices=["cpu"])
 
 
-def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
+def _make_shm_group(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
     return ShmGroup(store, rank, size, timeout)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from npuzero.comm import fork
 from npuzero.comm.process_world import ProcessWorld
-from npuzero.comm.torch_backend.movements import Movements
-from npuzero.comm.torch_backend.reductions import Reductions
+from npuzero.comm.torch_backend.movements import MovementCollectives
+from npuzero.comm.torch_backend.reductions import ReductionCollectives
 from npuzero.comm.torch_backend.tensors import NAME
 from npuzero.device import HostLane
 
@@ -19,7 +19,7 @@ from npuzero.device import HostLane
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class ShmGroup(Movements, Reductions, _ProcessGroup):  # type: ignore[misc]
+class ShmGroup(MovementCollectives, ReductionCollectives, _ProcessGroup):  # type: ignore[misc]
     """Serve one rank of a process group over shared memory. The methods are those that torch.distributed calls.
 
     Raises:
@@ -33,7 +33,7 @@ class ShmGroup(Movements, Reductions, _ProcessGroup):  # type: ignore[misc]
             store, rank, size, torch.device("cpu"), backend="shm", timeout_s=timeout.total_seconds()
         )
         self._group = self._world.communicator(range(size), "ops")
-        self._lane = HostLane("shm", fork.door("shm"))
+        self._lane = HostLane("shm", fork.make_fork_check("shm"))
         self._name = ""
         self._group.barrier()  # all have opened it before any of them may end
 

@@ -10,10 +10,10 @@ from npuzero.comm.communicator import Communicator
 from npuzero.comm.torch_backend.tensors import After
 from npuzero.comm.torch_backend.work import ShmWork
 from npuzero.comm.world import World
-from npuzero.device import Handle, HostLane
+from npuzero.device import AsyncHandle, HostLane
 
 
-class Members:
+class ShmGroupBase:
     """Give a group's collectives access to its ranks.
 
     Attributes:
@@ -26,5 +26,5 @@ class Members:
     _group: Communicator
     _lane: HostLane
 
-    def _work(self, handles: Sequence[Handle], afters: Sequence[After], result: list[Tensor]) -> ShmWork:
+    def _work(self, handles: Sequence[AsyncHandle], afters: Sequence[After], result: list[Tensor]) -> ShmWork:
         return ShmWork(self._lane, handles, afters, result)

@@ -8,17 +8,24 @@ import torch
 from torch import Tensor
 
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.torch_backend.members import Members
-from npuzero.comm.torch_backend.tensors import NAME, flat_of, joined, landings, split, spread
+from npuzero.comm.torch_backend.members import ShmGroupBase
+from npuzero.comm.torch_backend.tensors import (
+    NAME,
+    concatenate_tensors,
+    copy_flat_to_tensors,
+    flatten_tensor,
+    make_flat_buffers,
+    split_first_dimension,
+)
 from npuzero.comm.torch_backend.work import ShmWork, WorkAsHandle
 from npuzero.errors import ContractError
 
 
-class Movements(Members):
+class MovementCollectives(ShmGroupBase):
     """Move elements, under the names and with the arguments that torch uses."""
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        flats, afters = landings(tensors)
+        flats, afters = make_flat_buffers(tensors)
         handles = [self._group.broadcast(flat, root=opts.rootRank) for flat in flats]
         return self._work(handles, afters, tensors)
 
@@ -28,18 +35,18 @@ class Movements(Members):
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        wholes, afters = landings(output_lists)
-        handles = [self._group.all_gather(w, flat_of(i)) for w, i in zip(wholes, input_list, strict=True)]
+        wholes, afters = make_flat_buffers(output_lists)
+        handles = [self._group.all_gather(w, flatten_tensor(i)) for w, i in zip(wholes, input_list, strict=True)]
         return self._work(handles, afters, output_lists)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> ShmWork:
         ((outputs,), (shard,)) = output_tensors, input_tensors
         if all(output.numel() == shard.numel() for output in outputs):
             whole = shard.new_empty(self._group.size * shard.numel())
-            handle = self._group.all_gather(whole, flat_of(shard))
-            return self._work([handle], [lambda: spread(whole, outputs)], outputs)
-        flats, afters = landings(outputs)
-        flats[self._group.rank].copy_(flat_of(shard))
+            handle = self._group.all_gather(whole, flatten_tensor(shard))
+            return self._work([handle], [lambda: copy_flat_to_tensors(whole, outputs)], outputs)
+        flats, afters = make_flat_buffers(outputs)
+        flats[self._group.rank].copy_(flatten_tensor(shard))
         handles = [self._group.broadcast(flat, root=root) for root, flat in enumerate(flats)]
         return self._work(handles, afters, outputs)
 
@@ -54,17 +61,17 @@ class Movements(Members):
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> ShmWork:
         (shard,) = input_tensors
         whole = shard.new_empty(self._group.size * shard.numel())
-        handle = self._group.all_gather(whole, flat_of(shard))
+        handle = self._group.all_gather(whole, flatten_tensor(shard))
         outputs = output_tensors[0] if self._group.rank == opts.rootRank else []
-        return self._work([handle], [lambda: spread(whole, outputs)], outputs)
+        return self._work([handle], [lambda: copy_flat_to_tensors(whole, outputs)], outputs)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> ShmWork:
         (output,) = output_tensors
         root = self._group.rank == opts.rootRank
-        whole = joined(input_tensors[0]) if root else output.new_empty(self._group.size * output.numel())
+        whole = concatenate_tensors(input_tensors[0]) if root else output.new_empty(self._group.size * output.numel())
         handle = self._group.broadcast(whole, root=opts.rootRank)
         own = whole[self._group.rank * output.numel() :][: output.numel()]
-        return self._work([handle], [lambda: spread(own, [output])], [output])
+        return self._work([handle], [lambda: copy_flat_to_tensors(own, [output])], [output])
 
     def all_to_all_single(
         self,
@@ -75,10 +82,11 @@ class Movements(Members):
         opts: Any = None,
     ) -> ShmWork:
         if not output_split_sizes and not input_split_sizes:
-            (flat,), afters = landings([output])
-            return self._work([self._group.all_to_all(flat, flat_of(input))], afters, [output])
+            (flat,), afters = make_flat_buffers([output])
+            return self._work([self._group.all_to_all(flat, flatten_tensor(input))], afters, [output])
         return self.alltoall(
-            split(output, output_split_sizes, self._group.size), split(input, input_split_sizes, self._group.size)
+            split_first_dimension(output, output_split_sizes, self._group.size),
+            split_first_dimension(input, input_split_sizes, self._group.size),
         )
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> ShmWork:
@@ -87,11 +95,11 @@ class Movements(Members):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> ShmWork:
         group = self._tagged(tag)
-        return self._work([group.send(flat_of(tensor), dst) for tensor in tensors], [], tensors)
+        return self._work([group.send(flatten_tensor(tensor), dst) for tensor in tensors], [], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> ShmWork:
         group = self._tagged(tag)
-        flats, afters = landings(tensors)
+        flats, afters = make_flat_buffers(tensors)
         return self._work([group.recv(flat, src) for flat in flats], afters, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
@@ -111,11 +119,11 @@ class Movements(Members):
         group.all_gather(lengths, longest).wait()
         sent = inputs[0].new_empty(group.size, int(lengths.max()))
         for row, part in zip(sent, inputs, strict=True):
-            row[: part.numel()].copy_(flat_of(part))
+            row[: part.numel()].copy_(flatten_tensor(part))
         received = torch.empty_like(sent)
         group.all_to_all(received.view(-1), sent.view(-1)).wait()
         for row, output in zip(received, outputs, strict=True):
-            spread(row[: output.numel()], [output])
+            copy_flat_to_tensors(row[: output.numel()], [output])
 
     # The names of torch before 2.13.
     _allgather_base = all_gather_single

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from npuzero.comm.checks import INTEGERS, WIRES
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.torch_backend.members import Members
-from npuzero.comm.torch_backend.tensors import NAME, After, flat_of, landings, spread
+from npuzero.comm.torch_backend.members import ShmGroupBase
+from npuzero.comm.torch_backend.tensors import NAME, After, copy_flat_to_tensors, flatten_tensor, make_flat_buffers
 from npuzero.comm.torch_backend.work import ShmWork
-from npuzero.device import Handle
+from npuzero.device import AsyncHandle
 from npuzero.errors import ContractError
 
 _Op = dist.ReduceOp
@@ -34,13 +34,13 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Reductions(Members):
+class ReductionCollectives(ShmGroupBase):
     """Combine values, under the names and with the arguments that torch uses."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
-        op = _kind(opts)
-        flats, landed = landings(tensors)
-        handles, afters = zip(*(reduce_all(self._group, flat, op) for flat in flats), strict=True)
+        op = _get_reduce_op(opts)
+        flats, landed = make_flat_buffers(tensors)
+        handles, afters = zip(*(all_reduce_flat(self._group, flat, op) for flat in flats), strict=True)
         return self._work(handles, [*afters, *landed], tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
@@ -48,10 +48,10 @@ class Reductions(Members):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         (tensor,) = tensors
-        total = flat_of(tensor).clone()
-        handle, after = reduce_all(self._group, total, _kind(opts))
+        total = flatten_tensor(tensor).clone()
+        handle, after = all_reduce_flat(self._group, total, _get_reduce_op(opts))
         results = [tensor] if self._group.rank == opts.rootRank else []
-        return self._work([handle], [after, lambda: spread(total, results)], tensors)
+        return self._work([handle], [after, lambda: copy_flat_to_tensors(total, results)], tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -59,11 +59,11 @@ class Reductions(Members):
     def reduce_scatter_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        op = _kind(opts)
-        shards, landed = landings(output_tensors)
+        op = _get_reduce_op(opts)
+        shards, landed = make_flat_buffers(output_tensors)
         pairs = zip(shards, input_tensors, strict=True)
         handles, afters = zip(
-            *(reduce_parts(self._group, shard, flat_of(whole), op) for shard, whole in pairs), strict=True
+            *(reduce_scatter_flat(self._group, shard, flatten_tensor(whole), op) for shard, whole in pairs), strict=True
         )
         return self._work(handles, [*afters, *landed], output_tensors)
 
@@ -72,10 +72,10 @@ class Reductions(Members):
         most = max(part.numel() for part in inputs)
         whole = inputs[0].new_zeros(len(inputs), most)
         for row, part in zip(whole, inputs, strict=True):
-            row[: part.numel()].copy_(flat_of(part))
+            row[: part.numel()].copy_(flatten_tensor(part))
         shard = inputs[0].new_empty(most)
-        handle, after = reduce_parts(self._group, shard, whole.view(-1), _kind(opts))
-        return self._work([handle], [after, lambda: spread(shard[: output.numel()], [output])], [output])
+        handle, after = reduce_scatter_flat(self._group, shard, whole.view(-1), _get_reduce_op(opts))
+        return self._work([handle], [after, lambda: copy_flat_to_tensors(shard[: output.numel()], [output])], [output])
 
     def barrier(self, opts: Any = None) -> ShmWork:
         return self._work([self._group.all_reduce(torch.zeros(1, dtype=torch.uint8))], [], [])
@@ -85,29 +85,29 @@ class Reductions(Members):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def reduce_all(group: Communicator, flat: Tensor, op: Any) -> tuple[Handle, After]:
+def all_reduce_flat(group: Communicator, flat: Tensor, op: Any) -> tuple[AsyncHandle, After]:
     """Reduce ``flat`` in place: wait for the returned handle, then call the returned function."""
     if op in _SUMS and flat.dtype in (*WIRES, torch.float64, *INTEGERS, torch.int8):
         # Integers wrap around, signed or not.
         wire = flat.view(torch.uint8) if flat.dtype == torch.int8 else flat
-        after = _divider(flat, op, group.size)
+        after = _make_average(flat, op, group.size)
         return group.all_reduce(wire), after
     rows = flat.new_empty(group.size, flat.numel())
-    after = _folder(rows, flat, op)
+    after = _make_fold(rows, flat, op)
     return group.all_gather(rows.view(-1), flat), after
 
 
-def reduce_parts(group: Communicator, shard: Tensor, whole: Tensor, op: Any) -> tuple[Handle, After]:
+def reduce_scatter_flat(group: Communicator, shard: Tensor, whole: Tensor, op: Any) -> tuple[AsyncHandle, After]:
     """Reduce this rank's part of every rank's ``whole`` into ``shard``, likewise."""
     if op in _SUMS and whole.dtype in WIRES:
-        after = _divider(shard, op, group.size)
+        after = _make_average(shard, op, group.size)
         return group.reduce_scatter(shard, whole), after
     rows = torch.empty_like(whole).view(group.size, -1)
-    after = _folder(rows, shard, op)
+    after = _make_fold(rows, shard, op)
     return group.all_to_all(rows.view(-1), whole), after
 
 
-def _divider(total: Tensor, op: Any, size: int) -> After:
+def _make_average(total: Tensor, op: Any, size: int) -> After:
     if op != _Op.AVG:
         return lambda: None
     if not total.dtype.is_floating_point:
@@ -115,7 +115,7 @@ def _divider(total: Tensor, op: Any, size: int) -> After:
     return lambda: total.div_(size)
 
 
-def _folder(rows: Tensor, total: Tensor, op: Any) -> After:
+def _make_fold(rows: Tensor, total: Tensor, op: Any) -> After:
     """Return the function that folds the rows into ``total``, one by one in ascending order of the ranks."""
     fold = _FOLDS.get(op)
     if fold is None:
@@ -128,6 +128,6 @@ def _folder(rows: Tensor, total: Tensor, op: Any) -> After:
     return lambda: total.copy_(functools.reduce(fold, rows))
 
 
-def _kind(opts: Any) -> Any:
+def _get_reduce_op(opts: Any) -> Any:
     """Return the member of ReduceOp that the options name."""
     return _Op.SUM if opts is None else opts.reduceOp.op

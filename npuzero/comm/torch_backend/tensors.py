@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npuzero.errors import ContractError
-from npuzero.ops.storage.lazy import settled
+from npuzero.ops.storage.lazy import materialize_lazy
 
 NAME = "shm"
 
@@ -17,23 +17,23 @@ NAME = "shm"
 After = Callable[[], object]
 
 
-def flat_of(tensor: Tensor) -> Tensor:
+def flatten_tensor(tensor: Tensor) -> Tensor:
     """Return the elements as [n]: a view, or where that cannot be, a copy."""
     if tensor.layout != torch.strided:
         raise ContractError(
             f"tensor for {NAME}", expected="a dense tensor", got=str(tensor.layout), do="Call to_dense(), or use gloo."
         )
-    return settled(tensor.detach()).view(-1)
+    return materialize_lazy(tensor.detach()).view(-1)
 
 
-def landings(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[After]]:
+def make_flat_buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[After]]:
     """Return 1-D buffers with the tensors' values, and functions that copy results back where a buffer is a copy."""
-    flats = [flat_of(tensor) for tensor in tensors]
+    flats = [flatten_tensor(tensor) for tensor in tensors]
     copies = [(f, t) for f, t in zip(flats, tensors, strict=True) if f.numel() and f.data_ptr() != t.data_ptr()]
-    return flats, [functools.partial(spread, flat, [tensor]) for flat, tensor in copies]
+    return flats, [functools.partial(copy_flat_to_tensors, flat, [tensor]) for flat, tensor in copies]
 
 
-def spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def copy_flat_to_tensors(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy ``flat`` into the tensors, one after another."""
     begin = 0
     for tensor in tensors:
@@ -41,12 +41,12 @@ def spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         begin += tensor.numel()
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def concatenate_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Copy the tensors, one after another, into one [n]."""
-    return torch.cat([flat_of(tensor) for tensor in tensors])
+    return torch.cat([flatten_tensor(tensor) for tensor in tensors])
 
 
-def split(tensor: Tensor, sizes: list[int], into: int) -> list[Tensor]:
+def split_first_dimension(tensor: Tensor, sizes: list[int], into: int) -> list[Tensor]:
     """Split ``tensor`` along its first dimension; into ``into`` equal parts where no sizes are given."""
     if not sizes:
         return list(tensor.chunk(into)) if tensor.numel() else [tensor] * into

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from npuzero.comm.torch_backend.tensors import NAME, After
-from npuzero.device import Handle, HostLane
+from npuzero.device import AsyncHandle, HostLane
 from npuzero.errors import CollectiveError
 
 
@@ -21,7 +21,7 @@ class ShmWork(dist.Work):
     """Stand for operations under way; whoever waits first does what is left to do once they are done."""
 
     def __init__(
-        self, lane: HostLane, handles: Sequence[Handle], afters: Sequence[After], result: list[Tensor]
+        self, lane: HostLane, handles: Sequence[AsyncHandle], afters: Sequence[After], result: list[Tensor]
     ) -> None:
         super().__init__()
         self._lane = lane
@@ -104,7 +104,7 @@ class ShmWork(dist.Work):
                 after()
 
 
-class WorkAsHandle(Handle):
+class WorkAsHandle(AsyncHandle):
     """Present a work as a handle, for works made of works."""
 
     def __init__(self, work: ShmWork) -> None:

@@ -5,9 +5,9 @@
 """
 
 from npuzero.compat.deepspeed.configuration import explain
-from npuzero.compat.deepspeed.door import Initialized, initialize
-from npuzero.compat.deepspeed.engine import Engine
-from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.deepspeed.door import InitializedEngine, initialize
+from npuzero.compat.deepspeed.engine import DeepSpeedEngine
+from npuzero.compat.deepspeed.recipe import EngineRecipe
 from npuzero.compat.deepspeed.rules import RULES, VERSION
 
-__all__ = ["RULES", "VERSION", "Engine", "Initialized", "Recipe", "explain", "initialize"]
+__all__ = ["RULES", "VERSION", "DeepSpeedEngine", "EngineRecipe", "InitializedEngine", "explain", "initialize"]

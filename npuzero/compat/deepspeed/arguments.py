@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npuzero.compat.translation import fill
+from npuzero.compat.translation import fill_auto_values
 
 #: Key, and the argument that has its value.
 ARGUMENTS = {
@@ -24,14 +24,14 @@ _BETAS = ("adam_beta1", "adam_beta2")
 _ZERO_IS_UNSAID = ("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps")
 
 
-def filled(args: Any, world: int) -> dict[str, Any]:
+def read_trainer_arguments(args: Any, world: int) -> dict[str, Any]:
     """Return values by path for what ``args`` has; nothing where it is None or has none of them.
 
     Steps that ``args`` leaves to be computed (0 or less) are not among them.
     """
     found = {
         path: value
-        for path, value in fill(ARGUMENTS, args).items()
+        for path, value in fill_auto_values(ARGUMENTS, args).items()
         if path not in _ZERO_IS_UNSAID or (isinstance(value, int) and value > 0)
     }
     if all(hasattr(args, name) for name in _BETAS):

@@ -14,7 +14,7 @@ KEYS = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """Say how many samples a step has.
 
     Args:
@@ -52,7 +52,7 @@ class Batch:
     def _said(self) -> str:
         return f"{self.total} and {self.micro} * {self.accumulation} * {self.world}"
 
-    def of_total(self, total: int) -> Batch:
+    def of_total(self, total: int) -> BatchSizes:
         """Return the batch with so many samples a step, by another number of passes.
 
         Raises:
@@ -68,12 +68,12 @@ class Batch:
             )
         return replace(self, total=total, accumulation=total // a_pass)
 
-    def of_micro(self, micro: int) -> Batch:
+    def of_micro(self, micro: int) -> BatchSizes:
         """Return the batch with so many samples in a rank's forward, and as many passes."""
         return replace(self, total=micro * self.accumulation * self.world, micro=micro)
 
 
-def complete(total: int | None, micro: int | None, accumulation: int | None, world: int) -> Batch:
+def complete_batch_sizes(total: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
     """Return the batch that one to three of its numbers say, as DeepSpeed completes them; None: not said.
 
     Raises:
@@ -92,4 +92,4 @@ def complete(total: int | None, micro: int | None, accumulation: int | None, wor
         micro = (total or 0) // world // accumulation if accumulation else 0
     if total is None:
         total = micro * accumulation * world
-    return Batch(total, micro, accumulation, world)
+    return BatchSizes(total, micro, accumulation, world)

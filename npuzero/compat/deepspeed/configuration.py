@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from npuzero.compat.deepspeed.batch import KEYS, complete
-from npuzero.compat.deepspeed.makers import Maker, optimizer_of, schedule_of
-from npuzero.compat.deepspeed.plans import plan_of
-from npuzero.compat.deepspeed.rules import RULES, open_rule
-from npuzero.compat.rules import Decision, Rule, Rules
-from npuzero.compat.translation import Translation, translate
-from npuzero.config import describe, read_json
+from npuzero.compat.deepspeed.batch import KEYS, complete_batch_sizes
+from npuzero.compat.deepspeed.makers import ObjectMaker, choose_optimizer_maker, choose_schedule_maker
+from npuzero.compat.deepspeed.plans import build_translated_plan
+from npuzero.compat.deepspeed.rules import RULES, torch_option_rule
+from npuzero.compat.rules import Decision, KeyRule, KeyRules
+from npuzero.compat.translation import Translation, translate_configuration
+from npuzero.config import describe_value, read_json
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Plan
 
@@ -41,33 +41,33 @@ def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any]
         for entry in translation.entries:
             print(entry.path, entry.decision.value, entry.words)
     """
-    subject, values = _read(config)
-    kinds = {"optimizer": _kind(values, "optimizer"), "scheduler": _kind(values, "scheduler")}
-    found = translate(subject, values, Rules([*RULES, *_open_rules(values, kinds)]), auto)
-    _check_precision(found)
-    _check_options(found, "optimizer", lambda: made_optimizer(found))
-    _check_options(found, "scheduler", lambda: made_schedule(found))
-    _check_adam(found)
-    _check_plan(found)
-    _check_groups(found, world)
-    _check_batch(found, world)
+    subject, values = _read_configuration(config)
+    kinds = {"optimizer": _get_section_type(values, "optimizer"), "scheduler": _get_section_type(values, "scheduler")}
+    found = translate_configuration(subject, values, KeyRules([*RULES, *_torch_option_rules(values, kinds)]), auto)
+    _check_precision_keys(found)
+    _check_section_options(found, "optimizer", lambda: find_optimizer_maker(found))
+    _check_section_options(found, "scheduler", lambda: find_schedule_maker(found))
+    _note_adam_decay(found)
+    _check_plan_keys(found)
+    _check_rank_groups(found, world)
+    _check_batch_sizes(found, world)
     return found
 
 
-def made_optimizer(found: Translation) -> Maker | str | None:
+def find_optimizer_maker(found: Translation) -> ObjectMaker | str | None:
     """Return what makes the optimizer that the file names; why there is none; or None where it names none."""
     kind = found.into("Optimizer").get("type")
     adam = found.into("Adam")
-    return None if kind is None else optimizer_of(kind, adam.get("decoupled", True), adam.get("torch", False))
+    return None if kind is None else choose_optimizer_maker(kind, adam.get("decoupled", True), adam.get("torch", False))
 
 
-def made_schedule(found: Translation) -> Maker | str | None:
+def find_schedule_maker(found: Translation) -> ObjectMaker | str | None:
     """Return what makes the schedule that the file names; why there is none; or None where it names none."""
     kind = found.into("Scheduler").get("type")
-    return None if kind is None else schedule_of(kind)
+    return None if kind is None else choose_schedule_maker(kind)
 
 
-def _read(config: Config) -> tuple[str, Mapping[str, Any]]:
+def _read_configuration(config: Config) -> tuple[str, Mapping[str, Any]]:
     if isinstance(config, Mapping):
         return "deepspeed configuration", config
     if isinstance(config, (str, os.PathLike)):
@@ -75,29 +75,34 @@ def _read(config: Config) -> tuple[str, Mapping[str, Any]]:
     raise ConfigError(
         "deepspeed configuration",
         expected="a dict, or the path of a JSON file",
-        got=describe(config),
+        got=describe_value(config),
         do="Give config= what deepspeed.initialize() got.",
     )
 
 
-def _kind(values: Mapping[str, Any], section: str) -> str:
+def _get_section_type(values: Mapping[str, Any], section: str) -> str:
     inside = values.get(section)
     return str(inside.get("type", "")) if isinstance(inside, Mapping) else ""
 
 
-def _open_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[Rule]:
+def _torch_option_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[KeyRule]:
     """Return rules for options that only a class of torch's has."""
     owners = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
-    made = {"optimizer": optimizer_of(kinds["optimizer"], True, False), "scheduler": schedule_of(kinds["scheduler"])}
+    made = {
+        "optimizer": choose_optimizer_maker(kinds["optimizer"], True, False),
+        "scheduler": choose_schedule_maker(kinds["scheduler"]),
+    }
     rules = []
     for section, maker in made.items():
-        names = maker.options if isinstance(maker, Maker) else ()
+        names = maker.options if isinstance(maker, ObjectMaker) else ()
         paths = {name: f"{section}.params.{name}" for name in names}
-        rules += [open_rule(path, owners[section], name) for name, path in paths.items() if RULES.find(path) is None]
+        rules += [
+            torch_option_rule(path, owners[section], name) for name, path in paths.items() if RULES.find(path) is None
+        ]
     return rules
 
 
-def _check_precision(found: Translation) -> None:
+def _check_precision_keys(found: Translation) -> None:
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}
     on = [name for name in low if found.into(name).get("enabled")]
     if len(on) > 1:
@@ -112,14 +117,14 @@ def _check_precision(found: Translation) -> None:
         found.refuse("torch_autocast.dtype", "Under torch.autocast take bf16; for float16 enable fp16.")
 
 
-def _check_options(found: Translation, section: str, made: Callable[[], Maker | str | None]) -> None:
+def _check_section_options(found: Translation, section: str, made: Callable[[], ObjectMaker | str | None]) -> None:
     """Refuse a type that is not there, options that it does not take, and options that it lacks."""
     maker = made()
     path = f"{section}.params"
     given = {entry.path.rpartition(".")[2]: entry for entry in found.entries if entry.path.startswith(path + ".")}
     if isinstance(maker, str):
         found.refuse(f"{section}.type", maker)
-    if not isinstance(maker, Maker):
+    if not isinstance(maker, ObjectMaker):
         if maker is None and any(entry.counts for entry in given.values()):
             found.refuse(f"{section}.type", "Options need a type: name it, such as AdamW or WarmupLR.")
         return
@@ -133,7 +138,7 @@ def _check_options(found: Translation, section: str, made: Callable[[], Maker | 
             found.refuse(f"{path}.{name}", f"{found.value(f'{section}.type')} needs it: say it.")
 
 
-def _check_adam(found: Translation) -> None:
+def _note_adam_decay(found: Translation) -> None:
     """Note what says how Adam decays weights, where the type is no adam."""
     if str(found.value("optimizer.type")).lower() != "adam":
         for path in ("optimizer.params.adam_w_mode", "optimizer.params.adamw_mode"):
@@ -141,7 +146,7 @@ def _check_adam(found: Translation) -> None:
                 found.amend(path, Decision.NOTED, "Without effect: it is of the type Adam; AdamW is decoupled anyway.")
 
 
-def _check_plan(found: Translation) -> None:
+def _check_plan_keys(found: Translation) -> None:
     """Refuse, or note, what does not go with the stage."""
     if found.decided(Decision.REFUSED):
         return  # what is to be placed is not known
@@ -152,14 +157,14 @@ def _check_plan(found: Translation) -> None:
             found.amend(path, decision, what or "Without effect, as parameters are not sharded: that is stage 3.")
     try:
         if not found.decided(Decision.REFUSED):
-            plan_of(found)
+            build_translated_plan(found)
     except ConfigError as error:
         found.refuse("zero_optimization.stage", f"Expected {error.expected}; got {error.got}. {error.do}")
 
 
-def _check_groups(found: Translation, world: int | None) -> None:
+def _check_rank_groups(found: Translation, world: int | None) -> None:
     """Refuse groups of ranks that do not divide all of them."""
-    if world is None or found.decided(Decision.REFUSED) or not plan_of(found).parameters.axes:
+    if world is None or found.decided(Decision.REFUSED) or not build_translated_plan(found).parameters.axes:
         return
     for path in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
         size = found.value(path)
@@ -178,12 +183,12 @@ _OF_SHARDED_PARAMETERS = {
 }
 
 
-def _check_batch(found: Translation, world: int | None) -> None:
+def _check_batch_sizes(found: Translation, world: int | None) -> None:
     paths = set(KEYS.values())
     if world is None or any(entry.path in paths for entry in found.decided(Decision.REFUSED)):
         return
     said = found.into("Batch")
     try:
-        complete(said.get("total"), said.get("micro"), said.get("accumulation"), world)
+        complete_batch_sizes(said.get("total"), said.get("micro"), said.get("accumulation"), world)
     except ConfigError as error:
         found.refuse(error.subject, f"Expected {error.expected}; got {error.got}. {error.do}")

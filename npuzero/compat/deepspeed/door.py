@@ -12,27 +12,27 @@ from torch.utils.data import DataLoader
 from npuzero import adopt, comm
 from npuzero.api import zero
 from npuzero.comm import World
-from npuzero.compat.deepspeed.arguments import filled
+from npuzero.compat.deepspeed.arguments import read_trainer_arguments
 from npuzero.compat.deepspeed.configuration import Config, explain
-from npuzero.compat.deepspeed.engine import Engine
-from npuzero.compat.deepspeed.loader import loader_of
-from npuzero.compat.deepspeed.recipe import Recipe
-from npuzero.config import describe
-from npuzero.errors import ConfigError, keywords
+from npuzero.compat.deepspeed.engine import DeepSpeedEngine
+from npuzero.compat.deepspeed.loader import build_data_loader
+from npuzero.compat.deepspeed.recipe import EngineRecipe
+from npuzero.config import describe_value
+from npuzero.errors import ConfigError, refuse_unknown_keywords
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-class Initialized(NamedTuple):
+class InitializedEngine(NamedTuple):
     """Hold what :func:`initialize` returns, in DeepSpeed's order."""
 
-    engine: Engine
+    engine: DeepSpeedEngine
     optimizer: torch.optim.Optimizer | None
     training_dataloader: DataLoader[Any] | None
     lr_scheduler: Any
 
 
-@keywords(training_dataloader="training_data", scheduler="lr_scheduler", params="model_parameters")
+@refuse_unknown_keywords(training_dataloader="training_data", scheduler="lr_scheduler", params="model_parameters")
 def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of npuzero's
     args: Any = None,
     model: nn.Module | None = None,
@@ -46,7 +46,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
     config_params: Config | None = None,
     auto: Mapping[str, Any] | None = None,
     world: World | None = None,
-) -> Initialized:
+) -> InitializedEngine:
     """Make an engine of a model by a configuration of DeepSpeed's, as ``deepspeed.initialize`` does.
 
     The model is sharded in place, on this rank's device. What becomes of each key is in ``engine.translation``, and
@@ -95,29 +95,33 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            "npuzero.initialize: model", expected="a torch.nn.Module", got=describe(model), do="Pass model=net."
+            "npuzero.initialize: model", expected="a torch.nn.Module", got=describe_value(model), do="Pass model=net."
         )
     ranks = world or comm.current_world()
     found = explain(
-        _chosen(config, config_params, args), world=ranks.size, auto={**filled(args, ranks.size), **(auto or {})}
+        _choose_configuration(config, config_params, args),
+        world=ranks.size,
+        auto={**read_trainer_arguments(args, ranks.size), **(auto or {})},
     )
-    recipe = Recipe.of(found, ranks.size)
+    recipe = EngineRecipe.of(found, ranks.size)
     trains = optimizer is not None or recipe.optimizer is not None
     if not trains:
         _check_for_inference(model_parameters=model_parameters, lr_scheduler=lr_scheduler)
         model.requires_grad_(False)
-    _move(model, ranks, recipe)
+    _move_model(model, ranks, recipe)
     zero(model, plan=recipe.plan, settings=recipe.settings, world=ranks)
     made, schedule = None, None
     if trains:
-        made = _optimizer(optimizer, recipe, model, model_parameters)
+        made = _build_optimizer(optimizer, recipe, model, model_parameters)
         _check_shared(made, model)
-        schedule = _schedule(lr_scheduler, recipe, made)
-    loader = loader_of(training_data, collate_fn, recipe, ranks)
-    return Initialized(Engine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule)
+        schedule = _build_schedule(lr_scheduler, recipe, made)
+    loader = build_data_loader(training_data, collate_fn, recipe, ranks)
+    return InitializedEngine(
+        DeepSpeedEngine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule
+    )
 
 
-def _chosen(config: Config | None, config_params: Config | None, args: Any) -> Config:
+def _choose_configuration(config: Config | None, config_params: Config | None, args: Any) -> Config:
     said = [value for value in (config, config_params, getattr(args, "deepspeed_config", None)) if value is not None]
     if len(said) != 1:
         raise ConfigError(
@@ -146,7 +150,7 @@ def _check_for_inference(**given: Any) -> None:
         )
 
 
-def _move(model: nn.Module, world: World, recipe: Recipe) -> None:
+def _move_model(model: nn.Module, world: World, recipe: EngineRecipe) -> None:
     """Bring the model to this rank's device, but for what is on meta, and parameters and buffers to their dtypes.
 
     So masters begin as what parameters are in 16 bits, as in DeepSpeed; under :func:`npuzero.zero` alone they begin as
@@ -163,8 +167,8 @@ def _move(model: nn.Module, world: World, recipe: Recipe) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def _optimizer(
-    given: _OptimizerLike | None, recipe: Recipe, model: nn.Module, parameters: Iterable[Any] | None
+def _build_optimizer(
+    given: _OptimizerLike | None, recipe: EngineRecipe, model: nn.Module, parameters: Iterable[Any] | None
 ) -> torch.optim.Optimizer:
     over = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
@@ -172,7 +176,7 @@ def _optimizer(
         maker, options = recipe.optimizer
         made: torch.optim.Optimizer = maker(over, options)
         return made
-    return adopt.adopt(given if isinstance(given, torch.optim.Optimizer) else given(over))
+    return adopt.adopt_optimizer(given if isinstance(given, torch.optim.Optimizer) else given(over))
 
 
 def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -192,7 +196,7 @@ def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def _schedule(given: Any, recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
+def _build_schedule(given: Any, recipe: EngineRecipe, optimizer: torch.optim.Optimizer) -> Any:
     if given is None:
         return None if recipe.schedule is None else recipe.schedule[0](optimizer, recipe.schedule[1])
     if callable(given) and not hasattr(given, "step"):
@@ -203,7 +207,7 @@ def _schedule(given: Any, recipe: Recipe, optimizer: torch.optim.Optimizer) -> A
             raise ConfigError(
                 "lr_scheduler",
                 expected="a schedule over the optimizer that is passed beside it, or a function of an optimizer",
-                got=f"{type(part).__name__} over {describe(its)}",
+                got=f"{type(part).__name__} over {describe_value(its)}",
                 do="Pass lr_scheduler=lambda optimizer: Schedule(optimizer, ...).",
             )
     return given

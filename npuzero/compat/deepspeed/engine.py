@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from npuzero.api import clip_grad_norm_, no_sync, skip_nonfinite_
 from npuzero.comm import World
-from npuzero.compat.deepspeed.facts import Facts
-from npuzero.compat.deepspeed.recipe import Recipe
-from npuzero.compat.deepspeed.saving import Saving
+from npuzero.compat.deepspeed.facts import EngineFacts
+from npuzero.compat.deepspeed.recipe import EngineRecipe
+from npuzero.compat.deepspeed.saving import EngineCheckpoints
 from npuzero.compat.translation import Translation
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, NonFiniteError, StateError, did_you_mean
 from npuzero.optim import LossScaler
 
 
-class Engine(nn.Module, Facts, Saving):
+class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
     """Train a model by ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, as DeepSpeed's engine does.
 
     :func:`npuzero.initialize` makes it. What it does not have is looked for in the model.
@@ -42,7 +42,7 @@ class Engine(nn.Module, Facts, Saving):
         optimizer: torch.optim.Optimizer | None,
         schedule: Any,
         loader: Any,
-        recipe: Recipe,
+        recipe: EngineRecipe,
         world: World,
         translation: Translation,
     ) -> None:
@@ -108,7 +108,7 @@ class Engine(nn.Module, Facts, Saving):
             raise ConfigError(
                 "engine.backward",
                 expected="a scalar tensor that autograd has computed",
-                got=describe(loss),
+                got=describe_value(loss),
                 do="Pass the loss; for other outputs call engine.scale(loss).backward().",
             )
         mean = loss / self.batch.accumulation if scale_wrt_gas else loss

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from npuzero.comm import World
-from npuzero.compat.deepspeed.batch import Batch
-from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.deepspeed.batch import BatchSizes
+from npuzero.compat.deepspeed.recipe import EngineRecipe
 from npuzero.compat.translation import Translation
 
 
-class Facts:
+class EngineFacts:
     """Tell of an engine what its configuration said.
 
     Attributes:
@@ -21,9 +21,9 @@ class Facts:
     """
 
     translation: Translation
-    recipe: Recipe
+    recipe: EngineRecipe
     world: World
-    batch: Batch
+    batch: BatchSizes
     optimizer: Any
 
     @property

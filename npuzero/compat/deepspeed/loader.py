@@ -9,12 +9,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from npuzero.comm import World
-from npuzero.compat.deepspeed.recipe import Recipe
-from npuzero.config import describe
+from npuzero.compat.deepspeed.recipe import EngineRecipe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError
 
 
-def loader_of(data: Any, collate: Callable[[Any], Any] | None, recipe: Recipe, world: World) -> DataLoader[Any] | None:
+def build_data_loader(
+    data: Any, collate: Callable[[Any], Any] | None, recipe: EngineRecipe, world: World
+) -> DataLoader[Any] | None:
     """Return a loader over ``data``, as DeepSpeed makes one: shuffled alike on all ranks, of which each has its part.
 
     An iterable dataset divides itself. None where there are no data.
@@ -28,7 +30,7 @@ def loader_of(data: Any, collate: Callable[[Any], Any] | None, recipe: Recipe, w
         raise ConfigError(
             "training_data",
             expected="a torch.utils.data.Dataset, or what has items and a length",
-            got=describe(data),
+            got=describe_value(data),
             do="Pass the dataset; a loader of yours needs no initialize().",
         )
     sampler: DistributedSampler[Any] | None = None

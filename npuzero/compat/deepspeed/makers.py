@@ -16,7 +16,7 @@ from npuzero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecay
 
 
 @dataclass(frozen=True)
-class Maker:
+class ObjectMaker:
     """Make an optimizer or a schedule.
 
     Args:
@@ -51,12 +51,12 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
 _DEFAULTS = {"weight_decay": 0.0}
 #: Types that are DeepSpeed's own, in small letters; the others are torch's classes, in theirs.
 OPTIMIZERS = {
-    "adamw": Maker(AdamW, _ADAM, _DEFAULTS),
-    "adam": Maker(AdamW, _ADAM, _DEFAULTS),
-    "lion": Maker(Lion, ("lr", "betas", "weight_decay"), {"lr": 1e-3, "betas": (0.9, 0.999), **_DEFAULTS}),
+    "adamw": ObjectMaker(AdamW, _ADAM, _DEFAULTS),
+    "adam": ObjectMaker(AdamW, _ADAM, _DEFAULTS),
+    "lion": ObjectMaker(Lion, ("lr", "betas", "weight_decay"), {"lr": 1e-3, "betas": (0.9, 0.999), **_DEFAULTS}),
 }
 #: What type adam is where weight decay is no decoupled one.
-PLAIN_ADAM = Maker(Adam, _ADAM, _DEFAULTS)
+PLAIN_ADAM = ObjectMaker(Adam, _ADAM, _DEFAULTS)
 _WHOLE = "its update of an element depends on others, which lie on other ranks"
 #: Types that DeepSpeed has, or had, and npuzero has not.
 MISSING_OPTIMIZERS = {
@@ -77,7 +77,7 @@ SCHEDULES: dict[str, type] = {
 }
 
 
-def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
+def choose_optimizer_maker(kind: str, decoupled: bool, from_torch: bool) -> ObjectMaker | str:
     """Return what makes the optimizer of a type; or why there is none, and what to do.
 
     Args:
@@ -92,32 +92,32 @@ def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
         own = OPTIMIZERS[name]
         if own.make is AdamW and name == "adam" and not decoupled:
             own = PLAIN_ADAM
-        return Maker(own.make, own.options) if from_torch and own.make in (Adam, AdamW) else own
+        return ObjectMaker(own.make, own.options) if from_torch and own.make in (Adam, AdamW) else own
     name = {"adagrad": "Adagrad"}.get(name, kind)
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
-        known = [*OPTIMIZERS, *_classes(torch.optim, torch.optim.Optimizer)]
+        known = [*OPTIMIZERS, *_subclass_names(torch.optim, torch.optim.Optimizer)]
         return did_you_mean(kind, known, "Take AdamW, Adam, Lion or a class of torch.optim.")
-    return Maker(partial(ZeroOptimizer, cls), _arguments(cls))
+    return ObjectMaker(partial(ZeroOptimizer, cls), _constructor_arguments(cls))
 
 
-def schedule_of(kind: str) -> Maker | str:
+def choose_schedule_maker(kind: str) -> ObjectMaker | str:
     """Return what makes the schedule of a type, DeepSpeed's or torch's; or what to do where there is none."""
     if kind == "ReduceLROnPlateau":
         return "It needs a measurement at each step: make it in the program, and step it there."
     cls = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     base = torch.optim.lr_scheduler.LRScheduler
     if not (isinstance(cls, type) and issubclass(cls, base)) or cls is base:
-        known = [*SCHEDULES, *_classes(torch.optim.lr_scheduler, base)]
+        known = [*SCHEDULES, *_subclass_names(torch.optim.lr_scheduler, base)]
         return did_you_mean(kind, known, f"Take {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler.")
     signature = [*inspect.signature(cls).parameters.values()][1:]
     required = tuple(parameter.name for parameter in signature if parameter.default is inspect.Parameter.empty)
-    return Maker(cls, _arguments(cls), {}, required)
+    return ObjectMaker(cls, _constructor_arguments(cls), {}, required)
 
 
-def _arguments(cls: type) -> tuple[str, ...]:
+def _constructor_arguments(cls: type) -> tuple[str, ...]:
     return tuple(inspect.signature(cls).parameters)[1:]
 
 
-def _classes(module: Any, kind: type) -> Iterable[str]:
+def _subclass_names(module: Any, kind: type) -> Iterable[str]:
     return (name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind))

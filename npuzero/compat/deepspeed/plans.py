@@ -18,20 +18,20 @@ _WITHIN = ("local",)
 _MEMORIES = {"host": Memory.HOST, "nvme": Memory.NVME}
 
 
-def parameter_dtype(found: Translation) -> torch.dtype:
+def get_parameter_dtype(found: Translation) -> torch.dtype:
     """Return the dtype of parameters, which bf16 and fp16 say."""
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for name, dtype in low.items() if found.into(name).get("enabled")), torch.float32)
 
 
-def plan_of(found: Translation) -> Plan:
+def build_translated_plan(found: Translation) -> Plan:
     """Return the plan that a configuration comes to.
 
     Raises:
         ConfigError: what it says together is no plan.
     """
     said = found.into("zero")
-    plan = Plan.preset(said.get("stage", 0), precision=_precision(found, said))
+    plan = Plan.preset(said.get("stage", 0), precision=_build_translated_precision(found, said))
     group, shards = said.get("group", 1), said.get("shard_group", -1)
     sharded = plan.parameters.axes
     if sharded and shards > 0:
@@ -51,11 +51,11 @@ def plan_of(found: Translation) -> Plan:
         )
     if said.get("host_activations"):
         plan = replace(plan, activations=Placement((), Memory.HOST))
-    return _offloaded(plan, found.into("offload"))
+    return _offload_translated_plan(plan, found.into("offload"))
 
 
-def _precision(found: Translation, said: dict[str, Any]) -> Precision:
-    parameters = parameter_dtype(found)
+def _build_translated_precision(found: Translation, said: dict[str, Any]) -> Precision:
+    parameters = get_parameter_dtype(found)
     wires: Any = found.into("Precision").get("wires")
     sharded = Plan.preset(said.get("stage", 0)).parameters.axes
     if sharded and said.get("thin_gradients"):
@@ -64,7 +64,7 @@ def _precision(found: Translation, said: dict[str, Any]) -> Precision:
     return Precision(parameters, wires=wires, gathers=thin)
 
 
-def _offloaded(plan: Plan, said: dict[str, Any]) -> Plan:
+def _offload_translated_plan(plan: Plan, said: dict[str, Any]) -> Plan:
     """Place states and parameters off the device; parameters take states along, which are updated beside them."""
     states, parameters, share = said.get("optimizer"), said.get("param"), said.get("ratio", 1.0)
     if parameters is not None:
@@ -78,12 +78,12 @@ def _offloaded(plan: Plan, said: dict[str, Any]) -> Plan:
     return replace(plan, parameters=replace(plan.parameters, memory=_MEMORIES[parameters]))
 
 
-def settings_of(found: Translation) -> Settings:
+def build_translated_settings(found: Translation) -> Settings:
     """Return the settings that a configuration comes to: they move no bit."""
     said: dict[str, Any] = found.into("Settings")
     elements = found.into("zero").get("bucket_elements")
     if elements is not None:
-        said["bucket_bytes"] = min(elements * parameter_dtype(found).itemsize, _MOST_BUCKET_BYTES)
+        said["bucket_bytes"] = min(elements * get_parameter_dtype(found).itemsize, _MOST_BUCKET_BYTES)
     paths = found.into("offload")
     folders = {str(paths[key]) for key in ("optimizer_path", "param_path") if paths.get(key)}
     return Settings(nvme_paths=tuple(sorted(folders)), **said)

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from npuzero.compat.deepspeed.batch import Batch, complete
-from npuzero.compat.deepspeed.configuration import made_optimizer, made_schedule
-from npuzero.compat.deepspeed.makers import Maker
-from npuzero.compat.deepspeed.plans import parameter_dtype, plan_of, settings_of
+from npuzero.compat.deepspeed.batch import BatchSizes, complete_batch_sizes
+from npuzero.compat.deepspeed.configuration import find_optimizer_maker, find_schedule_maker
+from npuzero.compat.deepspeed.makers import ObjectMaker
+from npuzero.compat.deepspeed.plans import build_translated_plan, build_translated_settings, get_parameter_dtype
 from npuzero.compat.translation import Translation
 from npuzero.config import Settings
 from npuzero.plan import Plan
 
 
 @dataclass(frozen=True)
-class Conduct:
+class UpdateBehavior:
     """Say how an engine behaves at an update.
 
     Args:
@@ -38,7 +38,7 @@ class Conduct:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EngineRecipe:
     """Hold what a configuration comes to.
 
     Args:
@@ -52,19 +52,19 @@ class Recipe:
         stage: the number that the file says.
     """
 
-    batch: Batch
+    batch: BatchSizes
     plan: Plan
     settings: Settings
     scale: dict[str, Any] | None
     autocast: torch.dtype | None
-    optimizer: tuple[Maker, dict[str, Any]] | None
-    schedule: tuple[Maker, dict[str, Any]] | None
+    optimizer: tuple[ObjectMaker, dict[str, Any]] | None
+    schedule: tuple[ObjectMaker, dict[str, Any]] | None
     drop_last: bool
-    conduct: Conduct
+    conduct: UpdateBehavior
     stage: int
 
     @classmethod
-    def of(cls, found: Translation, world: int) -> Recipe:
+    def of(cls, found: Translation, world: int) -> EngineRecipe:
         """Return the recipe of a configuration that npuzero can follow on ``world`` data ranks.
 
         Raises:
@@ -73,26 +73,28 @@ class Recipe:
         found.check()
         batch, cast, bf16 = found.into("Batch"), found.into("Autocast"), found.into("bf16")
         return cls(
-            complete(batch.get("total"), batch.get("micro"), batch.get("accumulation"), world),
-            plan_of(found),
-            settings_of(found),
-            _scale_of(found),
+            complete_batch_sizes(batch.get("total"), batch.get("micro"), batch.get("accumulation"), world),
+            build_translated_plan(found),
+            build_translated_settings(found),
+            _loss_scaler_options(found),
             cast.get("dtype", torch.bfloat16) if cast.get("enabled") else None,
-            _with_options(made_optimizer(found), found.into("optimizer")),
-            _with_options(made_schedule(found), found.into("lr_scheduler")),
+            _pair_with_options(find_optimizer_maker(found), found.into("optimizer")),
+            _pair_with_options(find_schedule_maker(found), found.into("lr_scheduler")),
             bool(found.into("Loader").get("drop_last", False)),
-            Conduct(skips=bool(bf16.get("enabled") and bf16.get("check", True)), **found.into("Engine")),
+            UpdateBehavior(skips=bool(bf16.get("enabled") and bf16.get("check", True)), **found.into("Engine")),
             int(found.into("zero").get("stage", 0)),
         )
 
 
-def _with_options(maker: Maker | str | None, options: dict[str, Any]) -> tuple[Maker, dict[str, Any]] | None:
-    return (maker, options) if isinstance(maker, Maker) else None
+def _pair_with_options(
+    maker: ObjectMaker | str | None, options: dict[str, Any]
+) -> tuple[ObjectMaker, dict[str, Any]] | None:
+    return (maker, options) if isinstance(maker, ObjectMaker) else None
 
 
-def _scale_of(found: Translation) -> dict[str, Any] | None:
+def _loss_scaler_options(found: Translation) -> dict[str, Any] | None:
     """Return the options of the loss scaler: of one that moves, or of one that stays and skips what overflows."""
-    if parameter_dtype(found) is not torch.float16:
+    if get_parameter_dtype(found) is not torch.float16:
         return None
     said = found.into("LossScaler")
     static, power = float(said.pop("static")), said.pop("power")

@@ -17,7 +17,7 @@ from npuzero import checkpoint
 from npuzero.api import export, full_state_dict
 from npuzero.arguments import read_text
 from npuzero.comm import World
-from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.deepspeed.recipe import EngineRecipe
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.optim import LossScaler
 
@@ -26,26 +26,26 @@ LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     """Return ``value`` of types that load without running code, where programs usually have others."""
     if isinstance(value, argparse.Namespace):
-        return _plain(vars(value))
+        return _convert_to_plain(vars(value))
     if type(value) in (dict, defaultdict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_convert_to_plain(key): _convert_to_plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(map(_convert_to_plain, value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
 
 
-class Saving:
+class EngineCheckpoints:
     """Save and load an engine's training state."""
 
     module: nn.Module
     optimizer: Any
     lr_scheduler: Any
-    recipe: Recipe
+    recipe: EngineRecipe
     world: World
     scaler: LossScaler | None
     global_steps: int
@@ -87,7 +87,7 @@ class Saving:
             )
         extra = {
             "counts": {count: getattr(self, count) for count in _COUNTS},
-            "client_state": _plain(client_state or {}),
+            "client_state": _convert_to_plain(client_state or {}),
         }
         folder = Path(save_dir) / name
         checkpoint.save(

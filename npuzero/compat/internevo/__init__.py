@@ -13,13 +13,13 @@ from npuzero.compat.internevo.configuration import Configuration, explain, load
 from npuzero.compat.internevo.evaluate import evaluate
 from npuzero.compat.internevo.keys import RULES
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
-from npuzero.compat.internevo.start import Initialized, initialize
+from npuzero.compat.internevo.start import InitializedTraining, initialize
 
 __all__ = [
     "RULES",
     "Configuration",
     "HybridZeroOptimizer",
-    "Initialized",
+    "InitializedTraining",
     "evaluate",
     "explain",
     "initialize",

@@ -12,7 +12,7 @@ import torch
 from npuzero import comm
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
-from npuzero.compat.internevo.settle import ISP, Source, bubbles, overlapped, translated
+from npuzero.compat.internevo.settle import ISP, Source, get_overlapped_traffic, translate_file, uses_zero_bubble
 from npuzero.compat.rules import Decision
 from npuzero.compat.translation import Translation
 from npuzero.config import Settings
@@ -27,7 +27,7 @@ _STAGES = {("none", False): 0, ("all", False): 1, ("groups", False): 1.5, ("none
 _LEAST_SCALE = 2.0**-126
 
 
-class Sizes(TypedDict):
+class MeshSizes(TypedDict):
     """Hold the arguments of :func:`npuzero.mesh`."""
 
     pipe: int
@@ -37,7 +37,7 @@ class Sizes(TypedDict):
     local_size: int | None
 
 
-class Division(TypedDict):
+class PipelineArguments(TypedDict):
     """Hold the arguments of :func:`npuzero.pipeline` that say how a model is divided by its depth."""
 
     schedule: str
@@ -66,7 +66,7 @@ class Configuration:
     values: Mapping[str, Any]
     translation: Translation
 
-    def sizes(self, ranks: int) -> Sizes:
+    def sizes(self, ranks: int) -> MeshSizes:
         """Return the arguments of :func:`npuzero.mesh` for so many ranks.
 
         Raises:
@@ -76,15 +76,15 @@ class Configuration:
         pipe, tensor = value("parallel.pipeline.size", 1), value("parallel.tensor.size", 1)
         isp = self.mode == ISP
         local = max(1, value("parallel.weight.size", 1)) if isp else 1
-        data = _divided(ranks, "parallel.pipeline.size", pipe)
+        data = _count_groups(ranks, "parallel.pipeline.size", pipe)
         if isp:
-            _divided(data, "parallel.tensor.size", tensor)
+            _count_groups(data, "parallel.tensor.size", tensor)
         else:
-            data = _divided(data, "parallel.tensor.size", tensor)
-        alike = _divided(data, "parallel.weight.size", local)  # ranks that have the same weights
+            data = _count_groups(data, "parallel.tensor.size", tensor)
+        alike = _count_groups(data, "parallel.weight.size", local)  # ranks that have the same weights
         zero1 = value("parallel.zero1.size", -1)
-        groups = 1 if zero1 <= 0 else _divided(alike, "parallel.zero1.size", zero1)
-        return Sizes(
+        groups = 1 if zero1 <= 0 else _count_groups(alike, "parallel.zero1.size", zero1)
+        return MeshSizes(
             pipe=pipe,
             pod=groups if isp else 1,
             sequence=tensor if isp else 1,
@@ -124,7 +124,7 @@ class Configuration:
         return Plan(local, local, local, local, self.precision, local_size, "fsdp in groups")
 
     @staticmethod
-    def _alone(zero1: int, ranks: int, sizes: Sizes) -> bool:
+    def _alone(zero1: int, ranks: int, sizes: MeshSizes) -> bool:
         """Tell whether each data rank has states of its own, though there are several."""
         return zero1 == 1 and ranks > sizes["pipe"] * sizes["tensor"]
 
@@ -142,7 +142,7 @@ class Configuration:
     def settings(self) -> Settings:
         """Return what overlaps, and the bytes of a bucket."""
         said = self.translation.into("Settings")
-        names = overlapped(self.translation)
+        names = get_overlapped_traffic(self.translation)
         overlap = names[0] if len(names) == 1 else bool(names)
         return Settings.from_dict({"overlap": overlap, **{key: said[key] for key in ("bucket_bytes",) if key in said}})
 
@@ -152,11 +152,11 @@ class Configuration:
         return int(self.translation.into("pipeline").get("micro_batches", 1))
 
     @property
-    def division(self) -> Division:
+    def division(self) -> PipelineArguments:
         """Return the arguments of :func:`npuzero.pipeline`."""
         chunks = self.translation.into("pipeline").get("chunks", 1)
-        schedule = "zero-bubble" if bubbles(self.translation) else "interleaved" if chunks > 1 else "1f1b"
-        return Division(schedule=schedule, micro_batches=self.micro_batches, chunks=chunks)
+        schedule = "zero-bubble" if uses_zero_bubble(self.translation) else "interleaved" if chunks > 1 else "1f1b"
+        return PipelineArguments(schedule=schedule, micro_batches=self.micro_batches, chunks=chunks)
 
     @property
     def checkpointed(self) -> float:
@@ -225,13 +225,13 @@ def explain(source: Source, world: int | None = None, auto: Mapping[str, Any] | 
     if auto:
         do = "Leave it out."
         raise ConfigError("auto", expected="nothing: no key of InternEvo's is 'auto'", got=", ".join(auto), do=do)
-    evaluated, found = translated(source)
+    evaluated, found = translate_file(source)
     if world is not None and not found.decided(Decision.REFUSED):
-        _say_of(Configuration(evaluated.source, evaluated.values, found), world)
+        _explain_zero1_size(Configuration(evaluated.source, evaluated.values, found), world)
     return found
 
 
-def _say_of(config: Configuration, world: int) -> None:
+def _explain_zero1_size(config: Configuration, world: int) -> None:
     """Say of zero1.size what the sizes come to for so many ranks; refuse one that does not divide them."""
     try:
         sizes, plan = config.sizes(world), config.plan(world)
@@ -261,12 +261,12 @@ def load(source: Source) -> Configuration:
         config = internevo.load("7B_sft.py")
         print(config.plan(ranks=8), config.settings)
     """
-    evaluated, translation = translated(source)
+    evaluated, translation = translate_file(source)
     translation.check()
     return Configuration(evaluated.source, evaluated.values, translation)
 
 
-def _divided(ranks: int, key: str, size: int) -> int:
+def _count_groups(ranks: int, key: str, size: int) -> int:
     """Return how many groups of ``size`` the ranks are."""
     if ranks % size:
         raise ConfigError(

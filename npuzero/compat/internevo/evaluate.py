@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npuzero.compat.internevo.expressions import Expressions, Imported
-from npuzero.compat.internevo.source import MOST_FILES, Budget, Source
+from npuzero.compat.internevo.expressions import ExpressionEvaluator, ImportedName
+from npuzero.compat.internevo.source import MOST_FILES, ConfigurationSource, EvaluationBudget
 from npuzero.errors import did_you_mean
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedFile:
     """Hold what a file says.
 
     Args:
@@ -39,7 +39,7 @@ class Evaluated:
     read: frozenset[str]
 
 
-def evaluate(path: str | Path) -> Evaluated:
+def evaluate(path: str | Path) -> EvaluatedFile:
     """Return what the configuration at ``path`` says, without running it.
 
     Bases, ``with read_base(): from configs._base_.x import *``, are read likewise: from the file of that name below the
@@ -54,23 +54,23 @@ def evaluate(path: str | Path) -> Evaluated:
 
         print(internevo.evaluate("7B_sft.py").values["model"])
     """
-    return _evaluated(Path(path), Budget())
+    return _evaluate_file(Path(path), EvaluationBudget())
 
 
-def _evaluated(path: Path, budget: Budget) -> Evaluated:
-    file = _Statements(Source(path, budget))
+def _evaluate_file(path: Path, budget: EvaluationBudget) -> EvaluatedFile:
+    file = _StatementEvaluator(ConfigurationSource(path, budget))
     file.block(file.source.tree.body)
     named = file.expressions.names.items()
-    values = {name: value for name, value in named if not (isinstance(value, Imported) or name.startswith("__"))}
-    return Evaluated(str(path), values, frozenset(file.expressions.read))
+    values = {name: value for name, value in named if not (isinstance(value, ImportedName) or name.startswith("__"))}
+    return EvaluatedFile(str(path), values, frozenset(file.expressions.read))
 
 
-class _Statements:
+class _StatementEvaluator:
     """Follow the statements of one file."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ConfigurationSource) -> None:
         self.source = source
-        self.expressions = Expressions(source)
+        self.expressions = ExpressionEvaluator(source)
 
     def block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -93,7 +93,7 @@ class _Statements:
             self._import(node)
         elif isinstance(node, ast.With):
             self._bases(node)
-        elif not (isinstance(node, ast.Pass) or _is_text(node)):
+        elif not (isinstance(node, ast.Pass) or _is_docstring(node)):
             self.source.refuse(node)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
@@ -116,7 +116,7 @@ class _Statements:
         for alias in node.names:
             if alias.name == "*":
                 self.source.refuse(node)
-            self.expressions.names[alias.asname or alias.name.partition(".")[0]] = Imported(self.source.line(node))
+            self.expressions.names[alias.asname or alias.name.partition(".")[0]] = ImportedName(self.source.line(node))
 
     def _bases(self, node: ast.With) -> None:
         """Take the names of the files that are imported under ``with read_base():``."""
@@ -133,7 +133,7 @@ class _Statements:
         if self.source.budget.files >= MOST_FILES:
             do = "Take bases out, above all one that imports itself by way of others."
             self.source.fail(node, f"at most {MOST_FILES} files", "more", do)
-        found = _evaluated(self._file(node), self.source.budget)
+        found = _evaluate_file(self._file(node), self.source.budget)
         self.expressions.read |= found.read
         for alias in node.names:
             if alias.name == "*":
@@ -159,6 +159,6 @@ class _Statements:
         return found
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _is_docstring(node: ast.stmt) -> bool:
     """Tell whether a statement is a text alone, as comments are written."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

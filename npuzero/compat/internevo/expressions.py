@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from npuzero.compat.internevo.source import MOST_BITS, MOST_DEPTH, MOST_ELEMENTS, Source
+from npuzero.compat.internevo.source import MOST_BITS, MOST_DEPTH, MOST_ELEMENTS, ConfigurationSource
 from npuzero.errors import did_you_mean
 
 #: What may be called, by its name.
@@ -47,7 +47,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _CONVERT: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
 
 
-class Imported:
+class ImportedName:
     """Stand for what an import binds to a name, which nothing may use.
 
     Args:
@@ -58,7 +58,7 @@ class Imported:
         self.statement = statement
 
 
-class Expressions:
+class ExpressionEvaluator:
     """Evaluate expressions of one file.
 
     Args:
@@ -69,7 +69,7 @@ class Expressions:
         read: names that some expression has read.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ConfigurationSource) -> None:
         self.source = source
         self.names: dict[str, Any] = {}
         self.read: set[str] = set()
@@ -121,7 +121,7 @@ class Expressions:
             do = did_you_mean(node.id, list(self.names), "Assign it above.")
             self.source.fail(node, "a name that the file assigns before", repr(node.id), do)
         found = self.names[node.id]
-        if isinstance(found, Imported):
+        if isinstance(found, ImportedName):
             do = "Write the value itself: the file is not run, and nothing is imported."
             self.source.fail(node, "values", f"{node.id}, of `{found.statement}`", do)
         self.read.add(node.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npuzero.compat.rules import Decision, Reader, Rule, anything, flag, integer
+from npuzero.compat.rules import Decision, KeyRule, Reader, integer_reader, read_anything, read_flag
 
 NOTED, REFUSED = Decision.NOTED, Decision.REFUSED
 
@@ -16,9 +16,11 @@ OWN = {
 }
 
 
-def several(decision: Decision, section: str, words: str, *keys: str, reads: Reader = anything) -> tuple[Rule, ...]:
+def rules_for_keys(
+    decision: Decision, section: str, words: str, *keys: str, reads: Reader = read_anything
+) -> tuple[KeyRule, ...]:
     """Return rules of several keys of which the same is to be said."""
-    return tuple(Rule(f"{section}.{key}" if section else key, decision, words, reads=reads) for key in keys)
+    return tuple(KeyRule(f"{section}.{key}" if section else key, decision, words, reads=reads) for key in keys)
 
 
 _SAVE = "npuzero.checkpoint.save(folder, model, optimizer.optim, step=n) and load are your loop's calls."
@@ -28,7 +30,7 @@ _ACTIVATIONS = (
 )
 _MONITOR = "npuzero sends nothing anywhere: npuzero.observe tells sinks of yours."
 OTHERS = (
-    *several(
+    *rules_for_keys(
         NOTED,
         "ckpt",
         _SAVE,
@@ -43,14 +45,14 @@ OTHERS = (
         "is_old_api",
         "need_metadata",
     ),
-    *several(
+    *rules_for_keys(
         NOTED,
         "ckpt",
         "A Checkpointer saves beside training, to a folder; copy it to an object store from there.",
         "async_upload",
         "async_upload_tmp_folder",
     ),
-    *several(
+    *rules_for_keys(
         NOTED,
         "ckpt",
         "InternEvo's own files are not read: export weights to safetensors, and give initialize(weights=).",
@@ -59,12 +61,12 @@ OTHERS = (
         "load_given_ckpt",
         "load_optimizer",
     ),
-    Rule(
+    KeyRule(
         "ckpt.load_ckpt_info",
         NOTED,
         "InternEvo's own files are not read: export weights to safetensors, and give initialize(weights=).",
     ),
-    *several(
+    *rules_for_keys(
         NOTED,
         "ckpt.load_ckpt_info",
         "InternEvo's own files are not read: export weights to safetensors, and give initialize(weights=).",
@@ -72,9 +74,9 @@ OTHERS = (
         "content",
         "ckpt_type",
     ),
-    *several(NOTED, "loss", "The loss is yours: F.cross_entropy(..., label_smoothing=).", "label_smoothing"),
-    *several(NOTED, "loss", "The loss is yours.", "moe_loss_coeff", "mtp_loss_coeff", "op_type"),
-    *several(
+    *rules_for_keys(NOTED, "loss", "The loss is yours: F.cross_entropy(..., label_smoothing=).", "label_smoothing"),
+    *rules_for_keys(NOTED, "loss", "The loss is yours.", "moe_loss_coeff", "mtp_loss_coeff", "op_type"),
+    *rules_for_keys(
         NOTED,
         "monitor.alert",
         _MONITOR,
@@ -83,41 +85,49 @@ OTHERS = (
         "light_monitor_address",
         "alert_file_path",
     ),
-    *several(NOTED, "monitor.tensorboard", _MONITOR, "queue_max_length", "interval_step"),
-    *several(NOTED, "tensorboard", _MONITOR, "queue_max_length", "interval_step"),
-    *several(NOTED, "", _MONITOR, "enable_tb", "tensorboard_folder", "resume_tb_folder", "alert_address", "DO_ALERT"),
-    *several(NOTED, "", "A flag of the process: set torch.backends.cudnn.benchmark.", "cudnn_benchmark", reads=flag),
-    *several(
-        NOTED, "", "A flag of the process: set torch.backends.cudnn.deterministic.", "cudnn_deterministic", reads=flag
+    *rules_for_keys(NOTED, "monitor.tensorboard", _MONITOR, "queue_max_length", "interval_step"),
+    *rules_for_keys(NOTED, "tensorboard", _MONITOR, "queue_max_length", "interval_step"),
+    *rules_for_keys(
+        NOTED, "", _MONITOR, "enable_tb", "tensorboard_folder", "resume_tb_folder", "alert_address", "DO_ALERT"
     ),
-    Rule(
+    *rules_for_keys(
+        NOTED, "", "A flag of the process: set torch.backends.cudnn.benchmark.", "cudnn_benchmark", reads=read_flag
+    ),
+    *rules_for_keys(
+        NOTED,
+        "",
+        "A flag of the process: set torch.backends.cudnn.deterministic.",
+        "cudnn_deterministic",
+        reads=read_flag,
+    ),
+    KeyRule(
         "use_fp32_norm",
         REFUSED,
         "The model decides: have its norms compute in float32 (x.float()), and leave it False.",
-        reads=flag,
+        reads=read_flag,
         unless=(False,),
     ),
-    *several(
+    *rules_for_keys(
         NOTED,
         "",
         "What of a block runs again moves no number: whole blocks do, by model.checkpoint.",
         "selective_checkpoint",
-        reads=flag,
+        reads=read_flag,
     ),
-    *several(NOTED, "", _ACTIVATIONS, "selective_checkpoint_offload", reads=flag),
-    *several(NOTED, "cpu_offloading", _ACTIVATIONS, "enable", "offloading_activations", reads=flag),
-    *several(NOTED, "cpu_offloading", _ACTIVATIONS, "num_layers", reads=integer(0)),
-    Rule("fp8", REFUSED, "npuzero computes in bf16, fp16, fp32 and tf32: take model.dtype.", unless=(None,)),
-    *several(NOTED, "", "AdamW is npuzero's, one kernel for all parameters.", "use_apex_adam", reads=flag),
-    *several(NOTED, "", "The name of the run: your program's.", "JOB_NAME"),
-    *several(NOTED, "", "The model is yours.", "model_type", "VOCAB_SIZE", "HIDDEN_SIZE"),
-    *several(NOTED, "", "Metrics are your program's.", "metric_dtype"),
-    *several(NOTED, "", "Steps are your loop's.", "batch_count"),
-    *several(NOTED, "", "What is loaded is your program's.", "only_load_lr", reads=flag),
-    *several(NOTED, "", "Gradients that stages have in common are summed by the engine.", "gradient_handler"),
-    *several(NOTED, "", "Units are found: the blocks of the model.", "fsdp_wrap_cls"),
-    *several(NOTED, "", "data.micro_num says it.", "NUM_MICRO_BATCHES"),
-    *several(NOTED, "", "Stages ask each other for shapes.", "TENSOR_SHAPE"),
-    *several(NOTED, "", "The padding is your loader's.", "pad_token_id"),
-    *(Rule(f"{section}.*", NOTED, f"An argument of {OWN[section]}.") for section in ("hf", "generation", "moe")),
+    *rules_for_keys(NOTED, "", _ACTIVATIONS, "selective_checkpoint_offload", reads=read_flag),
+    *rules_for_keys(NOTED, "cpu_offloading", _ACTIVATIONS, "enable", "offloading_activations", reads=read_flag),
+    *rules_for_keys(NOTED, "cpu_offloading", _ACTIVATIONS, "num_layers", reads=integer_reader(0)),
+    KeyRule("fp8", REFUSED, "npuzero computes in bf16, fp16, fp32 and tf32: take model.dtype.", unless=(None,)),
+    *rules_for_keys(NOTED, "", "AdamW is npuzero's, one kernel for all parameters.", "use_apex_adam", reads=read_flag),
+    *rules_for_keys(NOTED, "", "The name of the run: your program's.", "JOB_NAME"),
+    *rules_for_keys(NOTED, "", "The model is yours.", "model_type", "VOCAB_SIZE", "HIDDEN_SIZE"),
+    *rules_for_keys(NOTED, "", "Metrics are your program's.", "metric_dtype"),
+    *rules_for_keys(NOTED, "", "Steps are your loop's.", "batch_count"),
+    *rules_for_keys(NOTED, "", "What is loaded is your program's.", "only_load_lr", reads=read_flag),
+    *rules_for_keys(NOTED, "", "Gradients that stages have in common are summed by the engine.", "gradient_handler"),
+    *rules_for_keys(NOTED, "", "Units are found: the blocks of the model.", "fsdp_wrap_cls"),
+    *rules_for_keys(NOTED, "", "data.micro_num says it.", "NUM_MICRO_BATCHES"),
+    *rules_for_keys(NOTED, "", "Stages ask each other for shapes.", "TENSOR_SHAPE"),
+    *rules_for_keys(NOTED, "", "The padding is your loader's.", "pad_token_id"),
+    *(KeyRule(f"{section}.*", NOTED, f"An argument of {OWN[section]}.") for section in ("hf", "generation", "moe")),
 )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.api import LossScaler, clip_grad_norm_, no_sync
-from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
+from npuzero.errors import CheckpointError, ConfigError, StateError, refuse_unknown_keywords
 
 #: What stands for the norm of gradients that hold an inf, and a NaN, as in InternEvo.
 INF_NORM, NAN_NORM = -1.0, -2.0
 
 
-@keywords(grad_scal_cfg="scaler", zero_cfg="clip_grad_norm", optim="optimizer")
+@refuse_unknown_keywords(grad_scal_cfg="scaler", zero_cfg="clip_grad_norm", optim="optimizer")
 class HybridZeroOptimizer(torch.optim.Optimizer):
     """Train a sharded model by the calls of InternEvo's ``HybridZeroOptimizer``.
 
@@ -124,7 +124,7 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         if self._max_norm:
             name = self.optim.param_groups[0].get("name", "default")
             mine = [parameter for group in self.optim.param_groups for parameter in group["params"]]
-            norms[f"0_{name}"] = _told(clip_grad_norm_(mine, self._max_norm).item())
+            norms[f"0_{name}"] = _convert_norm(clip_grad_norm_(mine, self._max_norm).item())
         self.grad_scaler.step(self.optim)
         self.grad_scaler.update()
         before, self._skipped = self._skipped, self.grad_scaler.skipped
@@ -157,6 +157,6 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         self._skipped = self.grad_scaler.skipped
 
 
-def _told(norm: float) -> float:
+def _convert_norm(norm: float) -> float:
     """Return a norm as InternEvo tells it."""
     return NAN_NORM if math.isnan(norm) else INF_NORM if math.isinf(norm) else norm

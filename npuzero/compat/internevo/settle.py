@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from npuzero.compat.internevo.evaluate import Evaluated, evaluate
+from npuzero.compat.internevo.evaluate import EvaluatedFile, evaluate
 from npuzero.compat.internevo.keys import COUNTING, RULES, SHORT
 from npuzero.compat.rules import ABSENT, Decision
-from npuzero.compat.translation import Entry, Translation, translate
+from npuzero.compat.translation import TranslatedKey, Translation, translate_configuration
 from npuzero.plan import parse_precision
 
 #: The mode that divides sequences and parameters, and no layers.
@@ -26,26 +26,34 @@ _SLIP = 0.8
 Source = str | Path | Mapping[str, Any]
 
 
-def translated(source: Source) -> tuple[Evaluated, Translation]:
+def translate_file(source: Source) -> tuple[EvaluatedFile, Translation]:
     """Return what a configuration says, and what becomes of each of its keys; no key raises here.
 
     Raises:
         ConfigError: the file says what would have to be run.
     """
-    evaluated = Evaluated("a mapping", source, frozenset()) if isinstance(source, Mapping) else evaluate(source)
-    values = _long(evaluated.values)
-    keys = {name: value for name, value in values.items() if _is_key(name, evaluated)}
-    found = translate(f"InternEvo configuration {evaluated.source}", keys, RULES)
+    evaluated = EvaluatedFile("a mapping", source, frozenset()) if isinstance(source, Mapping) else evaluate(source)
+    values = _expand_sections(evaluated.values)
+    keys = {name: value for name, value in values.items() if _is_configuration_key(name, evaluated)}
+    found = translate_configuration(f"InternEvo configuration {evaluated.source}", keys, RULES)
     for name, value in values.items():
         if name not in keys:
             words = "A name of the file's own, which counts where the file reads it."
-            found.add(Entry(name, value, ABSENT, Decision.NOTED, "", words))
-    for settle in (_own_keys, _divide_sequences, _shard, _pipeline, _overlap, _scale, _bucket):
+            found.add(TranslatedKey(name, value, ABSENT, Decision.NOTED, "", words))
+    for settle in (
+        _refuse_misspelt_keys,
+        _settle_sequence_sizes,
+        _note_fsdp_sharding,
+        _settle_pipeline,
+        _note_overlap,
+        _settle_loss_scale,
+        _settle_bucket_bytes,
+    ):
         settle(found)
     return evaluated, found
 
 
-def _long(values: Mapping[str, Any]) -> dict[str, Any]:
+def _expand_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with sections that are a number written out: ``tensor=2`` is ``tensor=dict(size=2)``."""
     found = dict(values)
     for path in SHORT:
@@ -56,13 +64,13 @@ def _long(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_key(name: str, evaluated: Evaluated) -> bool:
+def _is_configuration_key(name: str, evaluated: EvaluatedFile) -> bool:
     """Tell whether a name at the top of a file is a key: not what other lines read, nor a constant by its spelling."""
     known = RULES.find(name) is not None or bool(RULES.below(name))
     return known or not (name in evaluated.read or name.isupper())
 
 
-def _own_keys(found: Translation) -> None:
+def _refuse_misspelt_keys(found: Translation) -> None:
     """Refuse keys of a program's own sections that are spelt nearly as one that counts."""
     for entry in found.entries:
         section, _, key = entry.path.partition(".")
@@ -73,7 +81,7 @@ def _own_keys(found: Translation) -> None:
             found.refuse(entry.path, f"Did you mean {near[0]!r}? A key of your own wants a name less like it.")
 
 
-def _divide_sequences(found: Translation) -> None:
+def _settle_sequence_sizes(found: Translation) -> None:
     """Say what tensor and weight sizes are by the mode."""
     weights = found.value("parallel.weight.size", 1)
     if found.value("parallel.tensor.mode") == ISP:
@@ -87,31 +95,31 @@ def _divide_sequences(found: Translation) -> None:
     elif weights > 1:
         found.refuse("parallel.weight.size", "Weights are sharded so under isp: take tensor.mode='isp', or size=1.")
     if weights <= 1 or found.value("parallel.tensor.mode") != ISP:
-        _without_effect(found, "parallel.weight.overlap", "no weights are sharded")
+        _note_without_effect(found, "parallel.weight.overlap", "no weights are sharded")
 
 
-def _shard(found: Translation) -> None:
+def _note_fsdp_sharding(found: Translation) -> None:
     """Say what of zero1 counts beside torch's FSDP."""
     if found.value("parallel.fsdp.enable"):
         for path in ("parallel.zero1.size", "parallel.zero1.fsdp"):
-            _without_effect(found, path, "parallel.fsdp shards states over all data ranks")
+            _note_without_effect(found, path, "parallel.fsdp shards states over all data ranks")
 
 
-def _pipeline(found: Translation) -> None:
+def _settle_pipeline(found: Translation) -> None:
     """Say what of pipeline and chunks counts."""
     chunks = found.value("model.num_chunks", 1)
     if found.value("parallel.pipeline.size", 1) == 1:
         for key in ("interleaved_overlap", "mode", "zero_bubble"):
-            _without_effect(found, f"parallel.pipeline.{key}", "there is one stage")
-        _without_effect(found, "model.num_chunks", "there is one stage")
+            _note_without_effect(found, f"parallel.pipeline.{key}", "there is one stage")
+        _note_without_effect(found, "model.num_chunks", "there is one stage")
         return
     if chunks == 1:
-        _without_effect(found, "parallel.pipeline.interleaved_overlap", "stages are not interleaved")
-    elif bubbles(found):
+        _note_without_effect(found, "parallel.pipeline.interleaved_overlap", "stages are not interleaved")
+    elif uses_zero_bubble(found):
         found.refuse("model.num_chunks", "zero-bubble has one stage on each rank: take 1, or pipeline.mode='1F1B'.")
 
 
-def overlapped(found: Translation) -> tuple[str, ...]:
+def get_overlapped_traffic(found: Translation) -> tuple[str, ...]:
     """Return which kinds of traffic run beside computing: those that are asked for; of three two are all."""
     said = found.into("Settings")
     wanted = {name: said.get(f"overlap_{name}", False) for name in ("gradients", "parameters")}
@@ -123,9 +131,9 @@ def overlapped(found: Translation) -> tuple[str, ...]:
     return tuple(wanted) if len(names) > 1 else names
 
 
-def _overlap(found: Translation) -> None:
+def _note_overlap(found: Translation) -> None:
     """Note what overlaps though its own switch is off."""
-    names = overlapped(found)
+    names = get_overlapped_traffic(found)
     for entry in found.entries:
         name = entry.target.removeprefix("Settings.overlap_")
         kinds = {"weights": ("gradients", "parameters")}.get(name, (name,))
@@ -134,18 +142,18 @@ def _overlap(found: Translation) -> None:
             found.amend(entry.path, Decision.NOTED, words)
 
 
-def bubbles(found: Translation) -> bool:
+def uses_zero_bubble(found: Translation) -> bool:
     """Tell whether a configuration asks for the zero-bubble schedule."""
     mode = found.value("parallel.pipeline.mode") == "zero-bubble"
     return bool(mode or found.value("parallel.pipeline.zero_bubble"))
 
 
-def _scale(found: Translation) -> None:
+def _settle_loss_scale(found: Translation) -> None:
     """Say what of the scaler counts by the dtype, and hold its bounds."""
     if found.value("model.dtype") in ("fp32", "tf32"):
         for entry in found.entries:
             if entry.path.startswith("grad_scaler."):
-                _without_effect(found, entry.path, "float32 is not scaled")
+                _note_without_effect(found, entry.path, "float32 is not scaled")
     initial = found.value("grad_scaler.fp16.initial_scale", 0)
     if initial > (found.value("grad_scaler.max_scale") or initial):
         found.refuse("grad_scaler.max_scale", "It is less than fp16.initial_scale: raise it, or begin lower.")
@@ -153,7 +161,7 @@ def _scale(found: Translation) -> None:
         found.refuse("grad_scaler.fp16.min_scale", "It is more than fp16.initial_scale: lower it, or begin higher.")
 
 
-def _bucket(found: Translation) -> None:
+def _settle_bucket_bytes(found: Translation) -> None:
     """Make bytes of a bucket's elements, which are those of gradients."""
     entry = next((entry for entry in found.entries if entry.target == "Settings.bucket_bytes" and entry.counts), None)
     if entry is not None:
@@ -162,7 +170,7 @@ def _bucket(found: Translation) -> None:
         found.add(replace(entry, value=entry.value * wire.itemsize))
 
 
-def _without_effect(found: Translation, path: str, why: str) -> None:
+def _note_without_effect(found: Translation, path: str, why: str) -> None:
     """Note a key from which something would follow elsewhere; one that is absent is not spoken of."""
     if found.value(path) is not None:
         found.amend(path, Decision.NOTED, f"Without effect: {why}.")

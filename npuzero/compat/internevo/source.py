@@ -29,7 +29,7 @@ _INSTEAD: dict[type[ast.AST], str] = {
 
 
 @dataclass
-class Budget:
+class EvaluationBudget:
     """Count what one configuration has taken, over all its files."""
 
     steps: int = 0
@@ -46,7 +46,7 @@ class Budget:
             raise ValueError(f"more than {MOST_STEPS} steps to evaluate it")
 
 
-class Source:
+class ConfigurationSource:
     """Read one file of a configuration, and refuse what is in it with its line.
 
     Args:
@@ -57,7 +57,7 @@ class Source:
         ConfigError: no such file, too large, or no Python.
     """
 
-    def __init__(self, path: Path, budget: Budget) -> None:
+    def __init__(self, path: Path, budget: EvaluationBudget) -> None:
         self.path = path
         self.budget = budget
         budget.files += 1

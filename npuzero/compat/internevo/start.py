@@ -17,17 +17,17 @@ from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.configuration import Configuration, load
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
 from npuzero.compat.internevo.settle import Source
-from npuzero.errors import ConfigError, keywords
+from npuzero.errors import ConfigError, refuse_unknown_keywords
 from npuzero.parallel.pipeline import Loss, Pipeline
 from npuzero.plan import PIPE, SEQUENCE, TENSOR
 from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
-from npuzero.shard.discover import discover
+from npuzero.shard.discover import discover_units
 
 #: Divides a model over the ranks of a mesh, and returns it.
 Divide = Callable[[nn.Module, Mesh], nn.Module]
 
 
-class Initialized(NamedTuple):
+class InitializedTraining(NamedTuple):
     """Hold what :func:`initialize` has made.
 
     Attributes:
@@ -45,7 +45,7 @@ class Initialized(NamedTuple):
     mesh: Mesh
 
 
-@keywords(config="configuration")
+@refuse_unknown_keywords(config="configuration")
 def initialize(
     model: nn.Module,
     configuration: Configuration | Source,
@@ -55,7 +55,7 @@ def initialize(
     loss_fn: Loss | None = None,
     blocks: Sequence[nn.Module | str] | None = None,
     weights: str | Path | Weights | None = None,
-) -> Initialized:
+) -> InitializedTraining:
     """Shard ``model``, and make optimizer and schedules, as an InternEvo configuration says. Every rank calls it.
 
     Args:
@@ -86,8 +86,8 @@ def initialize(
     """
     config = configuration if isinstance(configuration, Configuration) else load(configuration)
     mesh = config.mesh(world)
-    model = _divided(model, mesh, config, divide)
-    _run_again(model, config.checkpointed)
+    model = _divide_model(model, mesh, config, divide)
+    _recompute_blocks(model, config.checkpointed)
     plan = config.plan(mesh.world.size)
     if mesh.size((PIPE,)) > 1:
         model = pipeline(
@@ -107,10 +107,10 @@ def initialize(
     if isinstance(model, Pipeline):
         # Nobody else scales a pipeline's loss, and step() divides by the scale.
         model.step = functools.partial(model.step, scaler=optimizer.grad_scaler)  # type: ignore[method-assign]
-    return Initialized(model, optimizer, config.beta2_scheduler(adamw), config.lr_scheduler(adamw), mesh)
+    return InitializedTraining(model, optimizer, config.beta2_scheduler(adamw), config.lr_scheduler(adamw), mesh)
 
 
-def _divided(model: nn.Module, mesh: Mesh, config: Configuration, divide: Divide | None) -> nn.Module:
+def _divide_model(model: nn.Module, mesh: Mesh, config: Configuration, divide: Divide | None) -> nn.Module:
     """Return the model, divided over tensor ranks or those that share sequences, if there are any."""
     tensor, sequence = mesh.size((TENSOR,)), mesh.size((SEQUENCE,))
     if tensor == sequence == 1:
@@ -120,9 +120,9 @@ def _divided(model: nn.Module, mesh: Mesh, config: Configuration, divide: Divide
     return parallel.tensor(model, mesh, mode=config.mode) if tensor > 1 else parallel.sequence(model, mesh)
 
 
-def _run_again(model: nn.Module, fraction: float) -> None:
+def _recompute_blocks(model: nn.Module, fraction: float) -> None:
     """Have so many of the model's first blocks keep their inputs alone, and run again in backward."""
-    blocks = [unit.module for unit in discover(model)[1:]]
+    blocks = [unit.module for unit in discover_units(model)[1:]]
     if fraction and not blocks:
         raise ConfigError(
             "model.checkpoint",

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from npuzero.ops import storage
-from npuzero.ops.reference.cast import draws
+from npuzero.ops.reference.cast import stochastic_draws
 
 # What is added to a stream for the draws of a moment.
 _SECOND = 1 << 31
 
 
-class Coefficients(Protocol):
+class UpdateCoefficients(Protocol):
     """Name what the walk asks of an op's own coefficients."""
 
     @property
@@ -24,11 +24,11 @@ class Coefficients(Protocol):
     def row(self) -> int: ...
 
 
-K = TypeVar("K", bound=Coefficients)
+K = TypeVar("K", bound=UpdateCoefficients)
 
 
 @torch.no_grad()
-def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
+def reference_update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
     formula: Callable[..., None],
     kinds: Sequence[tuple[bool, bool]],
     used: Callable[[K], int],
@@ -71,32 +71,32 @@ def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
             g = grad[mine].float()
             if grad_scale is not None:
                 g = g * grad_scale
-            p = _read_master(master[mine], None if remainder is None else remainder[mine])
+            p = _join_master(master[mine], None if remainder is None else remainder[mine])
             here = [(x, *kind) for x, kind in zip(moments[: used(k)], kinds, strict=False) if x is not None]
-            values = [storage.read(x, n, mine, signed=signed) for x, signed, _ in here]
+            values = [storage.read_moment(x, n, mine, signed=signed) for x, signed, _ in here]
             formula(p, g, k, *values)
             if remainder is not None:
-                master[mine], remainder[mine] = storage.split(p)
+                master[mine], remainder[mine] = storage.split_halves(p)
             elif master.dtype == torch.bfloat16:
-                master[mine] = storage.stochastic(p, draws(places, seed, stream, k.step))
+                master[mine] = storage.round_stochastically(p, stochastic_draws(places, seed, stream, k.step))
             else:
                 master[mine] = p
             for (moment, signed, by_chance), value in zip(here, values, strict=True):
                 drawn = by_chance and moment.dtype != torch.float32
-                bits = draws(places, seed, stream + _SECOND, k.step) if drawn else None
-                storage.write(value, moment, n, mine, signed=signed, draws=bits)
+                bits = stochastic_draws(places, seed, stream + _SECOND, k.step) if drawn else None
+                storage.write_moment(value, moment, n, mine, signed=signed, draws=bits)
             if low is not None:
                 low[mine] = storage.upper_half(p) if low.dtype == torch.bfloat16 else p.to(low.dtype)
         start += n
 
 
-def f32(value: float, like: Tensor) -> Tensor:
+def float32_scalar(value: float, like: Tensor) -> Tensor:
     """Return a number beside ``like``: by a Python number torch divides on some devices by multiplying with its
     inverse.
     """
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
-def _read_master(master: Tensor, remainder: Tensor | None) -> Tensor:
+def _join_master(master: Tensor, remainder: Tensor | None) -> Tensor:
     """Return a copy, in float32."""
-    return master.to(torch.float32, copy=True) if remainder is None else storage.join(master, remainder)
+    return master.to(torch.float32, copy=True) if remainder is None else storage.join_halves(master, remainder)

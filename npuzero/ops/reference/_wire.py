@@ -4,6 +4,6 @@ _LINE = 512  # csrc/core/wire.h
 BLOCK = {8: 256, 4: 128}
 
 
-def message_bytes(numel: int, bits: int) -> int:
+def reference_message_bytes(numel: int, bits: int) -> int:
     """Return the bytes of a message."""
     return -(-(numel * bits // 8 + numel // BLOCK[bits] * 2) // _LINE) * _LINE

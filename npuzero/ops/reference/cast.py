@@ -9,20 +9,20 @@ _COLUMNS = 2048  # csrc/ops/cast.h
 
 
 @torch.no_grad()
-def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset: int) -> None:
+def reference_cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset: int) -> None:
     """Write `src` into `dst` in `dst`'s dtype."""
     if rounding == "nearest":
         dst.copy_(src.float())
     elif rounding == "tf32":
-        dst.copy_(tf32(src))
+        dst.copy_(round_to_tf32(src))
     elif rounding == "away":
         dst.copy_(storage.upper_half(src))
     else:
         place = torch.arange(offset, offset + src.numel(), dtype=torch.int64, device=src.device)
-        dst.copy_(storage.stochastic(src, draws(place, seed)))
+        dst.copy_(storage.round_stochastically(src, stochastic_draws(place, seed)))
 
 
-def tf32(x: torch.Tensor) -> torch.Tensor:
+def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
     """Round float32[n] to multiples of the unit that 10 bits of mantissa leave, nearest, ties away from zero."""
     wide = x.double()
     _, exponent = torch.frexp(wide)  # |x| in [2^(exponent-1), 2^exponent)
@@ -31,25 +31,25 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, wide).float()
 
 
-def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
+def stochastic_draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
     """Draw sixteen random bits for each element by its place in the whole, from a word of its row and one of its
     column; int64 in and out."""
     columns = torch.arange(_COLUMNS, device=place.device)
     high = _LOW32 - 2**32  # the counter's upper half: 2^32 - 1, as an int64 has it
-    words = _word(columns % 4, philox((high << 32) + columns // 4, seed))
+    words = _select_word(columns % 4, philox_words((high << 32) + columns // 4, seed))
     column = words[place % _COLUMNS]
     rows, of_place = torch.unique(place // _COLUMNS, return_inverse=True)
-    row = _word(rows % 4, philox(rows // 4, seed, stream, step))[of_place]
+    row = _select_word(rows % 4, philox_words(rows // 4, seed, stream, step))[of_place]
     line = (column >> 17) + (row >> 19)
     return (column + row + line * line) & 0xFFFF
 
 
-def _word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
+def _select_word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
     """Return, of the four words of each draw of Philox, that which `which` names."""
     return torch.stack(words).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
-def philox(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
+def philox_words(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
     """Return the four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned
     do.
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from npuzero.ops.reference import _flat
-from npuzero.ops.reference._flat import f32
+from npuzero.ops.reference._flat import float32_scalar
 
 # exp_avg: whether with a sign, whether rounded by chance.
 _KINDS = ((True, True),)
@@ -26,22 +26,24 @@ class LionCoefficients(NamedTuple):
     row: int
 
 
-def flat_lion(*arguments: Any) -> None:
-    """Update as :func:`npuzero.ops.reference._flat.update` does, whose arguments these are from ``buffers`` on."""
-    _flat.update(_update, _KINDS, lambda k: 1, _with_row, *arguments)
+def reference_flat_lion(*arguments: Any) -> None:
+    """Update as :func:`npuzero.ops.reference._flat.reference_update` does, whose arguments these are from
+    ``buffers`` on.
+    """
+    _flat.reference_update(_lion_formula, _KINDS, lambda k: 1, _with_lion_row, *arguments)
 
 
-def _with_row(k: LionCoefficients, row: list[Any]) -> LionCoefficients:
+def _with_lion_row(k: LionCoefficients, row: list[Any]) -> LionCoefficients:
     step_size, decay, step = row
     return k._replace(step_size=step_size, decay=decay, step=int(step))
 
 
-def _update(p: Tensor, g: Tensor, k: LionCoefficients, m: Tensor) -> None:
+def _lion_formula(p: Tensor, g: Tensor, k: LionCoefficients, m: Tensor) -> None:
     """Apply the formula, in place."""
     if k.maximize:
         g = -g
-    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g
-    one = f32(1.0, p)
+    c = float32_scalar(k.beta1, p) * m + float32_scalar(k.one_minus_beta1, p) * g
+    one = float32_scalar(1.0, p)
     sign = torch.where(c > 0, one, torch.where(c < 0, -one, c))
-    p.copy_(p * f32(k.decay, p) - f32(k.step_size, p) * sign)
-    m.copy_(f32(k.beta2, p) * m + f32(k.one_minus_beta2, p) * g)
+    p.copy_(p * float32_scalar(k.decay, p) - float32_scalar(k.step_size, p) * sign)
+    m.copy_(float32_scalar(k.beta2, p) * m + float32_scalar(k.one_minus_beta2, p) * g)

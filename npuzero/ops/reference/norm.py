@@ -6,7 +6,7 @@ _BLOCK, _LANES = 4096, 32
 
 
 @torch.no_grad()
-def norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
+def reference_norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
     """Add addend * scale to x where there is one, in float32; write out = {sum x^2, number of non-finite x}, in
     float64.
     """

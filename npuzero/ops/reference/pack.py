@@ -6,7 +6,7 @@ import torch
 
 
 @torch.no_grad()
-def pack(
+def reference_pack(
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     scale: float | torch.Tensor | None,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from npuzero.ops.reference._wire import BLOCK, message_bytes
+from npuzero.ops.reference._wire import BLOCK, reference_message_bytes
 
 _LEAST = 2.0**-120
 _LARGEST = {8: 127, 4: 7}
@@ -10,7 +10,7 @@ _LOST = 0x7FC0  # a NaN
 
 
 @torch.no_grad()
-def quantize(
+def reference_quantize(
     source: torch.Tensor, message: torch.Tensor, bits: int, pieces: int, residual: torch.Tensor | None
 ) -> None:
     """Write codes and scales of each piece, and what rounding lost to `residual`."""
@@ -18,24 +18,24 @@ def quantize(
     x = (source.float() if residual is None else source.float() + residual).view(-1, block)
     finite = x.isfinite().all(1, keepdim=True)
     share = torch.ones((), device=x.device) / _LARGEST[bits]
-    upper = _upwards((x.abs().amax(1, keepdim=True) * share).clamp(min=_LEAST))
+    upper = _round_scale_up((x.abs().amax(1, keepdim=True) * share).clamp(min=_LEAST))
     scale = (upper << 16).view(torch.float32)
     codes = torch.where(finite, torch.round(x * (1 / scale)), 0.0).to(torch.int8)
     scales = torch.where(finite, upper, _LOST).to(torch.int16).view(-1)
-    place = message.view(pieces, message_bytes(each, bits))
+    place = message.view(pieces, reference_message_bytes(each, bits))
     split = each * bits // 8
-    place[:, :split] = _packed(codes, bits).view(pieces, split)
+    place[:, :split] = _pack_codes(codes, bits).view(pieces, split)
     place[:, split : split + each // block * 2] = scales.view(torch.uint8).view(pieces, each // block * 2)
     if residual is not None:
         residual.copy_(torch.where(finite, x - codes * scale, 0.0).view(-1))
 
 
-def _upwards(x: torch.Tensor) -> torch.Tensor:
+def _round_scale_up(x: torch.Tensor) -> torch.Tensor:
     """Return the upper halves of float32 patterns that are not negative, rounded up; int32."""
     return (x.view(torch.int32) + 0xFFFF) >> 16
 
 
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return int8 as bytes, or two of them in one, the first in the lower half."""
     if bits == 8:
         return codes.view(torch.uint8)

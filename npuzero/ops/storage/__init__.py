@@ -15,12 +15,12 @@ _DROPPED = 19  # bits of float32's mantissa that a code lacks
 _LEAST_EXPONENT, _NOT_FINITE = 16, 255
 
 
-def join(upper: Tensor, remainder: Tensor) -> Tensor:
+def join_halves(upper: Tensor, remainder: Tensor) -> Tensor:
     """Join the two halves, bfloat16[n] and int16[n], to float32[n]."""
     return ((upper.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
+def split_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32[n] in halves: bfloat16[n], to nearest with ties away from zero, and the remainder, int16[n]."""
     remainder = torch.where(x.isnan(), 0, x.view(torch.int32)).to(torch.int16)
     return upper_half(x), remainder
@@ -32,13 +32,13 @@ def upper_half(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x.bfloat16(), nearest)
 
 
-def follow(master: Tensor, low: Tensor) -> None:
+def copy_changed_low(master: Tensor, low: Tensor) -> None:
     """Let float32[n] ``master`` have the value of ``low``, its copy in 16 bits, wherever somebody has changed that."""
     rounded = upper_half(master) if low.dtype == torch.bfloat16 else master.to(low.dtype)
-    torch.where(bits(rounded) == bits(low), master, low.float(), out=master)
+    torch.where(view_bits(rounded) == view_bits(low), master, low.float(), out=master)
 
 
-def bits(x: Tensor) -> Tensor:
+def view_bits(x: Tensor) -> Tensor:
     """View floats of 2 or 4 bytes as integers of their size, equal where the floats have the same bits."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
@@ -48,7 +48,7 @@ def stored_numel(numel: int, dtype: torch.dtype) -> int:
     return numel + -(-numel // MOMENT_BLOCK) if dtype == torch.uint8 else numel
 
 
-def widen(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
+def decode_moment(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
     """Return the float32[numel] that a stored moment means; a copy.
 
     Args:
@@ -66,45 +66,49 @@ def widen(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
     return torch.where(exponent == _NOT_FINITE, torch.nan, value)
 
 
-def narrow(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = None) -> None:
+def encode_moment(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = None) -> None:
     """Store a moment: ``stored`` gets float32[n] ``x``, to nearest, or stochastically by ``draws``, int[n] of 16 bits.
 
-    To nearest, what :func:`widen` gave comes back as it was.
+    To nearest, what :func:`decode_moment` gave comes back as it was.
     """
     if stored.dtype == torch.float32:
         stored.copy_(x)
     elif stored.dtype == torch.bfloat16:
-        stored.copy_(upper_half(x) if draws is None else stochastic(x, draws))
+        stored.copy_(upper_half(x) if draws is None else round_stochastically(x, draws))
     else:
-        _encode(x, stored, signed, torch.tensor(1 << (_DROPPED - 1)) if draws is None else draws << (_DROPPED - 16))
+        _encode_blocks(
+            x, stored, signed, torch.tensor(1 << (_DROPPED - 1)) if draws is None else draws << (_DROPPED - 16)
+        )
 
 
-def read(stored: Tensor, numel: int, own: slice, *, signed: bool) -> Tensor:
+def read_moment(stored: Tensor, numel: int, own: slice, *, signed: bool) -> Tensor:
     """Read as float32 the range ``own`` of a stored moment of ``numel`` elements; of codes, from the start of a block
     on.
     """
-    return widen(torch.cat(_pieces(stored, numel, own)), own.stop - own.start, signed=signed)
+    return decode_moment(torch.cat(_moment_slices(stored, numel, own)), own.stop - own.start, signed=signed)
 
 
-def write(x: Tensor, stored: Tensor, numel: int, own: slice, *, signed: bool, draws: Tensor | None = None) -> None:
-    """Write by :func:`narrow` into the range that :func:`read` reads."""
+def write_moment(
+    x: Tensor, stored: Tensor, numel: int, own: slice, *, signed: bool, draws: Tensor | None = None
+) -> None:
+    """Write by :func:`encode_moment` into the range that :func:`read_moment` reads."""
     if not x.numel():
         return
-    pieces = _pieces(stored, numel, own)
+    pieces = _moment_slices(stored, numel, own)
     whole = torch.cat(pieces)
-    narrow(x, whole, signed=signed, draws=draws)
+    encode_moment(x, whole, signed=signed, draws=draws)
     for piece, part in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
         piece.copy_(part)
 
 
-def _pieces(stored: Tensor, numel: int, own: slice) -> list[Tensor]:
+def _moment_slices(stored: Tensor, numel: int, own: slice) -> list[Tensor]:
     if stored.dtype != torch.uint8:
         return [stored[own]]
     first, last = own.start // MOMENT_BLOCK, -(-own.stop // MOMENT_BLOCK)
     return [stored[own], stored[numel + first : numel + last]]
 
 
-def _encode(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
+def _encode_blocks(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
     n, span = x.numel(), _MAGNITUDE[signed] >> 4
     pattern = x.view(torch.int32).long() & 0xFFFFFFFF
     absolute = pattern & 0x7FFFFFFF
@@ -119,7 +123,7 @@ def _encode(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
     stored[n:].copy_(exponents.clamp(max=_NOT_FINITE))
 
 
-def stochastic(x: Tensor, draws: Tensor) -> Tensor:
+def round_stochastically(x: Tensor, draws: Tensor) -> Tensor:
     """Round float32[n] to bfloat16[n]: away from zero with the probability of the dropped bits; see csrc/ops/cast.h.
 
     Args:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def lazy(tensor: Tensor) -> bool:
+def is_lazy(tensor: Tensor) -> bool:
     """Tell whether the values of ``tensor`` are not those in its memory."""
     return tensor.is_neg() or tensor.is_conj()
 
 
-def settled(tensor: Tensor) -> Tensor:
+def materialize_lazy(tensor: Tensor) -> Tensor:
     """Return ``tensor`` where it is contiguous and its memory holds its values; else a copy of which that is true."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from npuzero.config import describe
+from npuzero.config import describe_value
 from npuzero.errors import ConfigError, NpuZeroError
-from npuzero.planner.models.keys import DEPTH, missing, refuse_strangers
+from npuzero.planner.models.keys import DEPTH, missing_size_error, refuse_unknown_keys
 
 #: What the file may say of how a model is stored, loaded and run; its shapes do not depend on it.
 _PASSED_OVER = (
@@ -34,7 +34,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def library() -> Any:
+def import_transformers() -> Any:
     """Return the package transformers; None where it is not installed."""
     try:
         return importlib.import_module("transformers")
@@ -42,7 +42,7 @@ def library() -> Any:
         return None
 
 
-def build(transformers: Any, values: Mapping[str, Any], name: str) -> nn.Module:
+def build_meta_model(transformers: Any, values: Mapping[str, Any], name: str) -> nn.Module:
     """Return the model that a JSON describes, on meta.
 
     Raises:
@@ -52,7 +52,7 @@ def build(transformers: Any, values: Mapping[str, Any], name: str) -> nn.Module:
     try:
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(_shapes_only(values))
         _check_sizes(values, config, name)
-        kind = _class_of(transformers, values, config, name)
+        kind = _choose_model_class(transformers, values, config, name)
         _load_nothing(config)
         with torch.device("meta"):
             model: nn.Module = kind(config)
@@ -91,7 +91,7 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
     The parts of a composed model (text, vision) are another matter: transformers leaves defaults out where it writes
     them.
     """
-    defaults = _defaults(config)
+    defaults = _get_default_config(config)
     if defaults is None:
         return
     names = config.attribute_map
@@ -101,15 +101,15 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
         key = names.get(size, size)
         default = getattr(defaults, key, None)
         if default is not None and getattr(config, key) == default and not {size, key} & values.keys():
-            raise missing(name, key, others, default)
+            raise missing_size_error(name, key, others, default)
     for part in config.sub_configs:
         made = getattr(config, part, None)
         if values.get(part) is None and hasattr(made, "num_hidden_layers") and made == getattr(defaults, part, None):
-            raise missing(name, part, others)
-    refuse_strangers(values, known, name, () if config.sub_configs else _SIZES)
+            raise missing_size_error(name, part, others)
+    refuse_unknown_keys(values, known, name, () if config.sub_configs else _SIZES)
 
 
-def _defaults(config: Any) -> Any:
+def _get_default_config(config: Any) -> Any:
     """Return the config of a file that says nothing; None where such a file would be refused."""
     try:
         return type(config)()
@@ -117,10 +117,10 @@ def _defaults(config: Any) -> Any:
         return None
 
 
-def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
+def _choose_model_class(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
     """Return the class that the file names, else the one that transformers has for the kind of model."""
     named = values.get("architectures")
-    kinds = [getattr(transformers, str(each), None) for each in named or _usual(values["model_type"])]
+    kinds = [getattr(transformers, str(each), None) for each in named or _usual_class_names(values["model_type"])]
     for kind in kinds:
         is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         if is_model and isinstance(config, kind.config_class):  # type: ignore[union-attr]
@@ -128,12 +128,12 @@ def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: s
     raise ConfigError(
         f"{name}: architectures",
         expected=f"a class that transformers {transformers.__version__} has for {values['model_type']!r}",
-        got=describe(named) if named else "no such key, and no class that is usual for it",
+        got=describe_value(named) if named else "no such key, and no class that is usual for it",
         do="Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters.",
     )
 
 
-def _usual(model_type: str) -> list[str]:
+def _usual_class_names(model_type: str) -> list[str]:
     """Return the names of the classes that the kind of model has for the tasks."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]

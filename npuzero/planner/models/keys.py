@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from npuzero.config import Rule, describe
+from npuzero.config import SettingRule, describe_value
 from npuzero.errors import ConfigError, did_you_mean
 
-SIZE = Rule(int, "a size of the model", least=1, most=2**40)
-FLAG = Rule(bool, "a switch of the model")
+SIZE = SettingRule(int, "a size of the model", least=1, most=2**40)
+FLAG = SettingRule(bool, "a switch of the model")
 #: Blocks are counted one by one.
-DEPTH = Rule(int, "blocks of the model", least=1, most=4096)
+DEPTH = SettingRule(int, "blocks of the model", least=1, most=4096)
 
 
-def missing(name: str, key: str, others: Collection[str], default: object = None) -> ConfigError:
+def missing_size_error(name: str, key: str, others: Collection[str], default: object = None) -> ConfigError:
     """Make the error of a size that the file does not say; ``default``: what its absence would be taken for."""
     assumed = "" if default is None else f", of which transformers makes {default}"
     add = f"Add it: {default}, if that is meant." if default is not None else "Add it, or give --parameters instead."
@@ -27,7 +27,9 @@ def missing(name: str, key: str, others: Collection[str], default: object = None
     )
 
 
-def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: str, sizes: Collection[str] = ()) -> None:
+def refuse_unknown_keys(
+    config: Mapping[str, Any], known: Collection[str], name: str, sizes: Collection[str] = ()
+) -> None:
     """Refuse a key that would be passed over but was meant to count: almost a known one's name, or about experts.
 
     Args:
@@ -46,6 +48,6 @@ def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: st
             raise ConfigError(
                 f"{name}: {key}",
                 expected=f"a key of model_type {config.get('model_type')!r}",
-                got=f"{describe(value)}, which would not be counted",
+                got=f"{describe_value(value)}, which would not be counted",
                 do=f"Did you mean {near[0]!r}?" if near else "Correct model_type, or give --parameters instead.",
             )

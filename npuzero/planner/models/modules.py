@@ -22,13 +22,13 @@ _PLAN = {"embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"
 _PLAN |= {f"layers.*.{path}": word for path, word in _BLOCK.items()}
 
 
-def decoder(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
+def build_decoder_modules(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
     """Return modules with these parameters, the blocks in ``layers``, and the plan of their division in ``tp_plan``;
     ``counted`` tells them from those of a model's class.
     """
     root, *blocks = units
-    model = _modules(root)
-    layers = nn.ModuleList(_modules(block) for block in blocks)
+    model = _build_modules(root)
+    layers = nn.ModuleList(_build_modules(block) for block in blocks)
     for block in layers:
         attention = block.get_submodule("self_attn")
         head = attention.get_parameter("q_proj.weight").shape[0] // heads
@@ -37,13 +37,13 @@ def decoder(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
     model.add_module("layers", layers)
     embedding = model.get_parameter("embed_tokens.weight")
     if not hasattr(model, "lm_head"):  # it is tied
-        model.add_module("lm_head", _module([ParameterFacts("lm_head.weight", embedding.shape)]))
+        model.add_module("lm_head", _build_leaf_module([ParameterFacts("lm_head.weight", embedding.shape)]))
         model.get_submodule("lm_head").register_parameter("weight", embedding)
     vars(model).update({"tp_plan": _PLAN, "counted": True})
     return model
 
 
-def _modules(facts: Iterable[ParameterFacts]) -> nn.Module:
+def _build_modules(facts: Iterable[ParameterFacts]) -> nn.Module:
     """Return a module that has parameters at the paths of ``facts``."""
     root = nn.Module()
     leaves: dict[str, list[ParameterFacts]] = {}
@@ -58,11 +58,11 @@ def _modules(facts: Iterable[ParameterFacts]) -> nn.Module:
         if owner:
             around = dict(root.named_children()).get(owner) or nn.Module()
             root.add_module(owner, around)
-        around.add_module(name, _module(parameters))
+        around.add_module(name, _build_leaf_module(parameters))
     return root
 
 
-def _module(facts: Sequence[ParameterFacts]) -> nn.Module:
+def _build_leaf_module(facts: Sequence[ParameterFacts]) -> nn.Module:
     """Return a Linear, an embedding or a norm with these parameters."""
     path, shape = facts[0].name.rpartition(".")[0], facts[0].shape
     if path.startswith("embed"):

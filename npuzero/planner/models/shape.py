@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from npuzero.config import Settings, describe
+from npuzero.config import Settings, describe_value
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import MeshShape, Plan, Report
 from npuzero.planner.models import classes, families, modules
-from npuzero.shard.build import ParameterFacts, predict_units, units_of
-from npuzero.shard.tiles import rows_in
+from npuzero.shard.build import ParameterFacts, get_unit_parameters, predict_units
+from npuzero.shard.tiles import rows_per_tile
 
 #: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
 _BLOCK, _ASPECT = 12, 128
@@ -35,7 +35,7 @@ class ModelShape:
     """Hold parameters by unit; the root unit, with what no block owns, comes first. Two are equal if they are the same.
 
     Attributes:
-        spans: which units run inside of which, as :class:`npuzero.plan.Step` has it.
+        spans: which units run inside of which, as :class:`npuzero.plan.StepSpec` has it.
         module: makes its modules, on meta; None: they are not known.
         mode: of :func:`npuzero.parallel.tensor`, where its layers are divided so; "": they are whole.
         undivided: the model that it was then; None: itself.
@@ -71,7 +71,7 @@ class ModelShape:
         Raises:
             ConfigError: a name that no layer has, or more tiles than rows.
         """
-        root, *blocks = (_divided(unit, tiles) for unit in self.units)
+        root, *blocks = (_split_tiles(unit, tiles) for unit in self.units)
         found = {pattern for _, layers in (root, *blocks) for pattern in layers}
         for pattern in tiles:
             if pattern not in found:
@@ -98,7 +98,7 @@ class ModelShape:
 _Layers = dict[str, list[list[ParameterFacts]]]
 
 
-def _divided(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[list[ParameterFacts], _Layers]:
+def _split_tiles(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[list[ParameterFacts], _Layers]:
     """Return what stays of a unit, and the tiles of its layers."""
     matrices = {p.name.removesuffix(".weight"): p.shape[0] for p in unit if len(p.shape) == 2}
     rest: list[ParameterFacts] = []
@@ -114,7 +114,7 @@ def _divided(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[
             got, do = f"{count} tiles", "Give each tile a row."
             raise ConfigError(f"--tiles {pattern}", expected=f"at most {matrices[path]} tiles", got=got, do=do)
         _, parts = layers.setdefault(path, (pattern, [[] for _ in range(count)]))
-        for i, rows in enumerate(rows_in(matrices[path], count)):
+        for i, rows in enumerate(rows_per_tile(matrices[path], count)):
             shape = torch.Size([rows, *parameter.shape[1:]])
             parts[i].append(replace(parameter, name=f"{path}.tiles.{i}.{kind}", shape=shape))
     found: _Layers = {}
@@ -143,38 +143,40 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
     least = max(depth for size, depth in _DEPTHS.items() if parameters >= size)
     depth = blocks or max(least, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
     if parameters < _LEAST_BLOCK * depth:
-        raise _too_few(parameters, f"at least {_LEAST_BLOCK} for each of {depth} blocks")
+        raise _too_small_error(parameters, f"at least {_LEAST_BLOCK} for each of {depth} blocks")
     tied = parameters < _TIED_BELOW
     copies = 1 if tied else 2
     if vocabulary is None:
         widest = math.sqrt(parameters * 2 / 3 / (_BLOCK * depth))
-        vocabulary = _multiple(min(_VOCABULARIES[tied], int(parameters / 3 / (copies * widest))), ranks)
+        vocabulary = _round_down_multiple(min(_VOCABULARIES[tied], int(parameters / 3 / (copies * widest))), ranks)
     # parameters = depth * 12 * width^2 + copies * vocabulary * width
     square, half = _BLOCK * depth, copies * vocabulary / 2
     width = (math.sqrt(half**2 + square * parameters) - half) / square
     unit = math.lcm(128, ranks)
-    width = _multiple(int(width + unit / 2), unit) if width >= 1024 else _multiple(int(width), ranks)
+    width = (
+        _round_down_multiple(int(width + unit / 2), unit) if width >= 1024 else _round_down_multiple(int(width), ranks)
+    )
     ends = (copies * vocabulary + 1) * width
     left = parameters - ends - depth * (4 * width + 2) * width
     inner = left // (3 * width * depth * ranks) * ranks
     rest = left - inner * 3 * width * depth
     if inner < 1:
-        raise _too_few(parameters, f"enough for {depth} blocks beside a vocabulary of {vocabulary:,}")
+        raise _too_small_error(parameters, f"enough for {depth} blocks beside a vocabulary of {vocabulary:,}")
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocabulary}
     kind = {"model_type": "llama", "num_attention_heads": ranks, "tie_word_embeddings": tied}
-    _, (root, *units) = families.count(sizes | kind, "--parameters")
+    _, (root, *units) = families.count_parameters(sizes | kind, "--parameters")
     if rest:
         root.append(ParameterFacts("rest", torch.Size([rest])))
     name = f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}"
-    return ModelShape(name, (root, *units), module=partial(modules.decoder, (root, *units), ranks))
+    return ModelShape(name, (root, *units), module=partial(modules.build_decoder_modules, (root, *units), ranks))
 
 
-def _multiple(size: int, of: int) -> int:
+def _round_down_multiple(size: int, of: int) -> int:
     """Return the largest multiple up to ``size``, but one at least."""
     return max(of, size - size % of)
 
 
-def _too_few(parameters: int, expected: str) -> ConfigError:
+def _too_small_error(parameters: int, expected: str) -> ConfigError:
     return ConfigError(
         "--parameters",
         expected=expected,
@@ -193,29 +195,29 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ConfigError: a kind of model that neither knows, or sizes that are missing, mistyped or impossible.
     """
-    transformers = classes.library()
-    kind = config.get("model_type") or _kind_of(transformers, config.get("architectures"))
+    transformers = classes.import_transformers()
+    kind = config.get("model_type") or _find_model_type(transformers, config.get("architectures"))
     if not isinstance(kind, str):
         raise ConfigError(
             f"{name}: model_type",
             expected="the kind of model, as transformers writes it",
-            got="no such key" if kind is None else describe(kind),
+            got="no such key" if kind is None else describe_value(kind),
             do='Add it, such as "model_type": "llama", or give --parameters instead.',
         )
     config = {**config, "model_type": kind}
     if transformers is not None and kind in transformers.CONFIG_MAPPING:
-        model = classes.build(transformers, config, name)
+        model = classes.build_meta_model(transformers, config, name)
         counted = f"{name}, {type(model).__name__} as transformers {transformers.__version__} counts it"
-        return ModelShape(counted, units_of(model), module=lambda: model)
+        return ModelShape(counted, get_unit_parameters(model), module=lambda: model)
     if kind not in families.KINDS:
-        raise _unknown(kind, transformers, name)
-    described, units = families.count(config, name)
+        raise _unknown_kind_error(kind, transformers, name)
+    described, units = families.count_parameters(config, name)
     known = kind in modules.DECODERS
-    module = partial(modules.decoder, units, config["num_attention_heads"]) if known else None
+    module = partial(modules.build_decoder_modules, units, config["num_attention_heads"]) if known else None
     return ModelShape(f"{name}, {described} as npuzero counts it", units, module=module)
 
 
-def _kind_of(transformers: Any, architectures: Any) -> Any:
+def _find_model_type(transformers: Any, architectures: Any) -> Any:
     """Return the model_type of a file that only names the class."""
     for kind, (architecture, *_) in families.KINDS.items():
         if architectures == [architecture]:
@@ -224,7 +226,7 @@ def _kind_of(transformers: Any, architectures: Any) -> Any:
     return getattr(getattr(getattr(transformers, str(named), None), "config_class", None), "model_type", None)
 
 
-def _unknown(kind: str, transformers: Any, name: str) -> ConfigError:
+def _unknown_kind_error(kind: str, transformers: Any, name: str) -> ConfigError:
     if transformers is None:
         kinds = list(families.KINDS)
         expected = f"without transformers, one of {', '.join(kinds)}"

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.compat.deepspeed import Engine
+from npuzero.compat.deepspeed import DeepSpeedEngine
 from npuzero.ops import storage
 from npuzero.shard.find_engine import engine_of
-from world.toy import VOCABULARY, ToyGPT, build, loss_of, tokens_of
+from world.toy import VOCABULARY, ToyGPT, build_seeded_model, toy_loss, toy_tokens
 
 State = dict[str, Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,7 +24,7 @@ ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
 SCALE = 128.0
 
 
-class Simple(nn.Module):
+class DenseGPT(nn.Module):
     """A model that DeepSpeed trains, too: it takes no scalar, empty or unused parameter in 16 bits."""
 
     def __init__(self, dim: int = 16) -> None:
@@ -44,7 +44,7 @@ class Simple(nn.Module):
 
 
 @dataclass(frozen=True)
-class Case:
+class GridCase:
     """A cell of the grid that the judges name."""
 
     stage: int
@@ -77,16 +77,16 @@ class Case:
         return f"stage{self.stage}-{self.dtype}-{self.accumulation}-{self.clip:g}"
 
 
-def by_engine(case: Case) -> tuple[list[State], list[float | None]]:
+def train_by_engine(case: GridCase) -> tuple[list[State], list[float | None]]:
     """The masters and the gradient norm after each update, by npuzero.initialize."""
 
     def rank(world: World) -> tuple[list[State], list[float | None]]:
-        engine, *_ = npuzero.initialize(model=build(make=case.make), config=case.config())
+        engine, *_ = npuzero.initialize(model=build_seeded_model(make=case.make), config=case.config())
         steps, norms = [], []
-        for norm in trained(engine, case, world.rank):
-            masters, state = masters_of(engine), npuzero.full_state_dict(engine.module, rank0_only=False)
+        for norm in train_engine_steps(engine, case, world.rank):
+            masters, state = named_masters(engine), npuzero.full_state_dict(engine.module, rank0_only=False)
             for name, master in masters.items():
-                assert torch.equal(state[name], rounded(master, case)), f"{name} is its master, rounded"
+                assert torch.equal(state[name], round_master(master, case)), f"{name} is its master, rounded"
             steps.append(masters)
             norms.append(norm)
         return steps, norms
@@ -94,13 +94,13 @@ def by_engine(case: Case) -> tuple[list[State], list[float | None]]:
     return comm.run_threads(case.world, rank)[0]
 
 
-def rounded(master: Tensor, case: Case) -> Tensor:
+def round_master(master: Tensor, case: GridCase) -> Tensor:
     """The parameter that a master is beside: in bfloat16, whose lower half is kept apart, ties go away from zero."""
     dtype = DTYPES[case.dtype]
     return storage.upper_half(master.detach()) if dtype == torch.bfloat16 else master.detach().to(dtype)
 
 
-def masters_of(engine: Engine) -> State:
+def named_masters(engine: DeepSpeedEngine) -> State:
     """Each parameter in the float32 that the optimizer updates, by name."""
     inner = engine_of(engine.module)
     found = {}
@@ -112,17 +112,17 @@ def masters_of(engine: Engine) -> State:
     return found
 
 
-def trained(engine: Engine, case: Case, rank: int) -> Any:
+def train_engine_steps(engine: DeepSpeedEngine, case: GridCase, rank: int) -> Any:
     """The loop as its user writes it; yields the norm of each update."""
     for step in range(case.steps):
         for micro_batch in range(case.accumulation):
-            loss = loss_of(engine, tokens_of(step, micro_batch, rank))
+            loss = toy_loss(engine, toy_tokens(step, micro_batch, rank))
             engine.backward(loss)
             engine.step()
         yield engine.get_global_grad_norm()
 
 
-def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]:
+def train_reference(case: GridCase, follow: list[State]) -> tuple[list[State], list[float]]:
     """The same, written out: gradients of each rank in the parameters' dtype, which is that of the wire; sums, masters
     and moments in float32; torch's AdamW and clipping. In 16 bits each update begins at the masters that ``follow`` has
     after the one before: a difference in a master's last bit may round a parameter to the other side, which the
@@ -130,7 +130,7 @@ def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]
     """
     dtype = DTYPES[case.dtype]
     scale = SCALE if case.dtype == "fp16" else 1.0
-    net = build(make=case.make)
+    net = build_seeded_model(make=case.make)
     for parameter in net.parameters():
         parameter.data = parameter.data.to(dtype)
     masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in net.named_parameters()}
@@ -139,14 +139,14 @@ def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]
     steps, norms = [], []
     for step in range(case.steps):
         passes = [
-            [_gradients(net, case, scale, step, micro_batch, rank) for rank in range(case.world)]
+            [_micro_batch_gradients(net, case, scale, step, micro_batch, rank) for rank in range(case.world)]
             for micro_batch in range(case.accumulation)
         ]
         for name, master in masters.items():
             given = [[rank[name] for rank in ranks] for ranks in passes if name in ranks[0]]
             if given:
-                master.grad = _summed(given, case, torch.float32 if case.wide else dtype) / scale
-        norms.append(_clip([master for master in trains if master.numel()], case.clip))
+                master.grad = _sum_rank_gradients(given, case, torch.float32 if case.wide else dtype) / scale
+        norms.append(_clip_by_float64_norm([master for master in trains if master.numel()], case.clip))
         optimizer.step()
         optimizer.zero_grad()
         steps.append({name: master.detach().clone() for name, master in masters.items() if master.requires_grad})
@@ -154,24 +154,26 @@ def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]
             for name, master in masters.items() if dtype != torch.float32 else ():
                 master.copy_(follow[step].get(name, master))
             for name, parameter in net.named_parameters():
-                parameter.copy_(rounded(masters[name], case))
+                parameter.copy_(round_master(masters[name], case))
     return steps, norms
 
 
-def _gradients(net: nn.Module, case: Case, scale: float, step: int, micro_batch: int, rank: int) -> State:
+def _micro_batch_gradients(
+    net: nn.Module, case: GridCase, scale: float, step: int, micro_batch: int, rank: int
+) -> State:
     net.zero_grad()
-    (loss_of(net, tokens_of(step, micro_batch, rank)) / case.accumulation * scale).backward()
+    (toy_loss(net, toy_tokens(step, micro_batch, rank)) / case.accumulation * scale).backward()
     return {name: p.grad.float() / case.world for name, p in net.named_parameters() if p.grad is not None}
 
 
-def _summed(given: list[list[Tensor]], case: Case, wire: torch.dtype) -> Tensor:
+def _sum_rank_gradients(given: list[list[Tensor]], case: GridCase, wire: torch.dtype) -> Tensor:
     """``given[micro-batch][rank]`` as the ranks add it up: where gradients are sharded, after each pass."""
     if not npuzero.Plan.preset(case.stage).gradients.axes:
         given = [[sum(gradients[1:], gradients[0]) for gradients in zip(*given, strict=True)]]
     return sum(gradient.to(wire).float() for ranks in given for gradient in ranks)  # type: ignore[return-value]
 
 
-def _clip(parameters: list[nn.Parameter], clip: float) -> float:
+def _clip_by_float64_norm(parameters: list[nn.Parameter], clip: float) -> float:
     """Clip as torch does, but by a norm that is summed in float64: with another order of the same sum in float32 a
     16-bit parameter here and there is rounded to the other side.
     """
@@ -184,7 +186,7 @@ def _clip(parameters: list[nn.Parameter], clip: float) -> float:
     return norm.item()
 
 
-def difference(found: State, expected: State) -> float:
+def largest_relative_difference(found: State, expected: State) -> float:
     """The largest difference of any tensor, relative to that tensor's largest magnitude."""
     assert found.keys() == expected.keys()
     pairs = [(found[name].double(), value.double()) for name, value in expected.items() if value.numel()]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import npuzero
-from compat.deepspeed.reference import Simple
+from compat.deepspeed.reference import DenseGPT
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import StateError
-from world.toy import build, tokens_of
+from world.toy import build_seeded_model, toy_tokens
 
 #: As a reference model's file usually is: that of the training, without an optimizer.
 SHARED = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}}
@@ -36,13 +36,13 @@ def test_a_reference_model_computes_as_without_an_engine(
     dtype = torch.bfloat16 if "bf16" in half else torch.float16 if half else torch.float32
 
     def rank(world: World) -> None:
-        plain = build(make=Simple).to(dtype).eval()
+        plain = build_seeded_model(make=DenseGPT).to(dtype).eval()
         engine, optimizer, _, schedule = npuzero.initialize(
-            model=build(make=Simple), config={**SHARED, **half, "zero_optimization": zero}
+            model=build_seeded_model(make=DenseGPT), config={**SHARED, **half, "zero_optimization": zero}
         )
         assert optimizer is None and engine.optimizer is None and schedule is None
         assert engine.eval() is engine and not engine.module.training
-        tokens = tokens_of(0, 0, world.rank)[:, :-1]
+        tokens = toy_tokens(0, 0, world.rank)[:, :-1]
         with torch.no_grad():
             expected = plain(tokens)
             for _ in range(2):
@@ -54,7 +54,7 @@ def test_a_reference_model_computes_as_without_an_engine(
                 call()
         engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
         other = npuzero.initialize(
-            model=build(seed=1, make=Simple), config={**SHARED, **half, "zero_optimization": zero}
+            model=build_seeded_model(seed=1, make=DenseGPT), config={**SHARED, **half, "zero_optimization": zero}
         ).engine
         assert other.load_checkpoint(tmp_path)[1] == {"epoch": 1}
         with torch.no_grad():
@@ -68,12 +68,12 @@ def test_a_reference_model_takes_the_weights_of_a_training_run(tmp_path: Path) -
 
     def rank(world: World) -> None:
         training = {**SHARED, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}
-        engine = npuzero.initialize(model=build(make=Simple), config=training).engine
-        engine.backward(engine(tokens_of(0, 0, world.rank)[:, :-1]).square().mean())
+        engine = npuzero.initialize(model=build_seeded_model(make=DenseGPT), config=training).engine
+        engine.backward(engine(toy_tokens(0, 0, world.rank)[:, :-1]).square().mean())
         engine.step()
         engine.save_checkpoint(tmp_path)
         reference = npuzero.initialize(
-            model=build(seed=1, make=Simple), config={**SHARED, "zero_optimization": {"stage": 3}}
+            model=build_seeded_model(seed=1, make=DenseGPT), config={**SHARED, "zero_optimization": {"stage": 3}}
         ).engine
         reference.load_checkpoint(tmp_path)
         found, expected = (npuzero.full_state_dict(e.module, rank0_only=False) for e in (reference, engine))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from compat.deepspeed import introspect
-from npuzero.compat.deepspeed import RULES, VERSION, Recipe, explain
-from npuzero.compat.rules import Decision, flattened
+from npuzero.compat.deepspeed import RULES, VERSION, EngineRecipe, explain
+from npuzero.compat.rules import Decision, flatten_mapping
 from npuzero.compat.translation import Translation
 
 HERE = Path(__file__).parent
@@ -68,7 +68,7 @@ def test_what_people_copy_passes_unmodified(source):
     refused = {entry.path for entry in found.decided(Decision.REFUSED)}
     assert refused == REFUSED.get(source.rpartition("/")[2], set()), found.rows()
     if not refused:
-        assert Recipe.of(found, 2).batch.total == 4
+        assert EngineRecipe.of(found, 2).batch.total == 4
 
 
 #: Of 24 files two ask for what is not there: a tensor-parallel cut, and sections that no DeepSpeed knows.
@@ -84,7 +84,7 @@ def test_of_24_files_22_pass():
         assert any(name in source for source in CONFIGS)
 
 
-def replaced(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+def replace_config_value(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     """The configuration with another value at one path."""
     new: dict[str, Any] = copy.deepcopy(dict(config))
     *sections, key = path.split(".")
@@ -95,13 +95,13 @@ def replaced(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]
     return new
 
 
-def outcome(found: Translation) -> Any:
+def translation_outcome(found: Translation) -> Any:
     """What follows from a configuration, and what is said of each key."""
     said = [(entry.path, entry.decision, entry.words) for entry in found.entries]
-    return said, None if found.decided(Decision.REFUSED) else Recipe.of(found, 2)
+    return said, None if found.decided(Decision.REFUSED) else EngineRecipe.of(found, 2)
 
 
-def odd(value: Any) -> Iterator[Any]:
+def odd_config_values(value: Any) -> Iterator[Any]:
     """Other values than this one: of its kind, and of none."""
     if isinstance(value, bool):
         yield not value
@@ -117,17 +117,17 @@ def test_no_value_is_dropped_in_silence(source):
     """An odd value in any leaf gives another result, a note, or a refusal that names the key."""
     refused = {path.partition(".")[0] for path in REFUSED.get(source.rpartition("/")[2], ())}
     config = {key: value for key, value in CONFIGS[source].items() if key not in refused}
-    before = outcome(explain(config, world=2, auto=FILLED))
-    for path, value in flattened(config):
-        for other in odd(value):
-            found = explain(replaced(config, path, other), world=2, auto=FILLED)
+    before = translation_outcome(explain(config, world=2, auto=FILLED))
+    for path, value in flatten_mapping(config):
+        for other in odd_config_values(value):
+            found = explain(replace_config_value(config, path, other), world=2, auto=FILLED)
             entries = {entry.path: entry for entry in found.entries}
             entry = entries.get(path) or entries[f"{path}.purple"]
-            if entry.counts and outcome(found) == before:
+            if entry.counts and translation_outcome(found) == before:
                 pytest.fail(f"{path} = {other!r} has the effect of {value!r}")
             assert entry.words
     for path in ("purple", "zero_optimization.purple"):
-        found = explain(replaced(config, path, 1), world=2, auto=FILLED)
+        found = explain(replace_config_value(config, path, 1), world=2, auto=FILLED)
         assert path in {entry.path for entry in found.decided(Decision.REFUSED)}
 
 
@@ -144,7 +144,7 @@ def test_no_value_is_dropped_in_silence(source):
 def test_a_misspelt_key_is_told_the_nearest_one(wrong, near):
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
-    found = explain(replaced(config, wrong, 1), world=2)
+    found = explain(replace_config_value(config, wrong, 1), world=2)
     (entry,) = found.decided(Decision.REFUSED)
     assert entry.path == wrong and near in entry.words
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import npuzero
-from compat.deepspeed.reference import Simple
+from compat.deepspeed.reference import DenseGPT
 from npuzero.cli import main
-from npuzero.compat.deepspeed import Engine, explain
-from world.toy import build
+from npuzero.compat.deepspeed import DeepSpeedEngine, explain
+from world.toy import build_seeded_model
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "deepspeed.md").read_text("utf-8")
 
@@ -28,11 +28,14 @@ def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == table
 
 
-@pytest.mark.parametrize("call", [explain, Engine.save_checkpoint, Engine.load_checkpoint, Engine.save_16bit_model])
+@pytest.mark.parametrize(
+    "call",
+    [explain, DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_16bit_model],
+)
 def test_examples_run(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     said = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = npuzero.initialize(model=build(make=Simple), config=said).engine
+    engine = npuzero.initialize(model=build_seeded_model(make=DenseGPT), config=said).engine
     (code,) = re.findall(r"^Example::\n\n((?: {4}.*\n?|\n)+)", inspect.getdoc(call) or "", re.MULTILINE)
     exec(textwrap.dedent(code), {"engine": engine})
     if call is explain:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import npuzero
-from npuzero.compat.deepspeed import Recipe, explain
-from npuzero.compat.deepspeed.batch import complete
-from npuzero.compat.deepspeed.makers import SCHEDULES, optimizer_of
+from npuzero.compat.deepspeed import EngineRecipe, explain
+from npuzero.compat.deepspeed.batch import complete_batch_sizes
+from npuzero.compat.deepspeed.makers import SCHEDULES, choose_optimizer_maker
 from npuzero.compat.rules import Decision
 from npuzero.errors import ConfigError
 from npuzero.plan import Memory, Placement
@@ -21,15 +21,15 @@ BASE = {"train_micro_batch_size_per_gpu": 2}
 REFUSED, NOTED = Decision.REFUSED, Decision.NOTED
 
 
-def recipe(world: int = 4, **more: Any) -> Recipe:
-    return Recipe.of(explain(BASE | more, world=world), world)
+def explained_recipe(world: int = 4, **more: Any) -> EngineRecipe:
+    return EngineRecipe.of(explain(BASE | more, world=world), world)
 
 
-def refused(world: int = 4, **more: Any) -> dict[str, str]:
+def refused_entries(world: int = 4, **more: Any) -> dict[str, str]:
     return {entry.path: entry.words for entry in explain(BASE | more, world=world).decided(REFUSED)}
 
 
-def decision(path: str, **more: Any) -> Decision:
+def decision_of_key(path: str, **more: Any) -> Decision:
     return next(entry.decision for entry in explain(BASE | more, world=4).entries if entry.path == path)
 
 
@@ -48,7 +48,7 @@ def decision(path: str, **more: Any) -> Decision:
     ],
 )
 def test_the_six_ways_to_say_a_batch(said, batch):
-    found = complete(*said, 4)
+    found = complete_batch_sizes(*said, 4)
     assert (found.total, found.micro, found.accumulation) == batch
 
 
@@ -66,9 +66,9 @@ def test_each_triple_is_taken_or_refused_as_by_deepspeed():
             config.DeepSpeedConfig._batch_assertion(theirs)
         except (AssertionError, ZeroDivisionError):
             with pytest.raises(ConfigError):
-                complete(total, micro, accumulation, world)
+                complete_batch_sizes(total, micro, accumulation, world)
             continue
-        found = complete(total, micro, accumulation, world)
+        found = complete_batch_sizes(total, micro, accumulation, world)
         expected = (theirs.train_batch_size, theirs.train_micro_batch_size_per_gpu, theirs.gradient_accumulation_steps)
         assert (found.total, found.micro, found.accumulation) == expected, (total, micro, accumulation, world)
         taken += 1
@@ -96,20 +96,23 @@ def test_a_bad_batch_is_refused_by_its_key(said, key):
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def zeroed(**keys: Any) -> dict[str, Any]:
+def zero_section(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_stage_is_its_preset(stage):
-    found = recipe(**zeroed(stage=stage))
+    found = explained_recipe(**zero_section(stage=stage))
     assert found.plan == npuzero.Plan.preset(stage, precision="fp32") and found.stage == stage
-    assert recipe(**zeroed(stage=stage), bf16={"enabled": True}).plan.precision == npuzero.PRECISIONS["bf16"]
+    assert (
+        explained_recipe(**zero_section(stage=stage), bf16={"enabled": True}).plan.precision
+        == npuzero.PRECISIONS["bf16"]
+    )
 
 
 def test_no_section_is_stage_0_and_the_old_form_a_stage():
-    assert recipe().plan == npuzero.Plan.preset(0, precision="fp32")
-    assert recipe(zero_optimization=True).stage == 1 and recipe(zero_optimization=False).stage == 0
+    assert explained_recipe().plan == npuzero.Plan.preset(0, precision="fp32")
+    assert explained_recipe(zero_optimization=True).stage == 1 and explained_recipe(zero_optimization=False).stage == 0
 
 
 @pytest.mark.parametrize(
@@ -128,42 +131,46 @@ def test_no_section_is_stage_0_and_the_old_form_a_stage():
     ],
 )
 def test_what_stage_3_says_beside_is_a_preset(keys, preset, options):
-    found = recipe(**zeroed(stage=3, **keys)).plan
+    found = explained_recipe(**zero_section(stage=3, **keys)).plan
     expected = npuzero.Plan.preset(preset, precision="fp32", **options)
     assert found.parts == expected.parts and found.local_size == expected.local_size
 
 
 def test_thin_wires_are_those_of_zero_plus_plus():
     keys = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}
-    found = recipe(**zeroed(**keys), bf16={"enabled": True}).plan
+    found = explained_recipe(**zero_section(**keys), bf16={"enabled": True}).plan
     assert found.precision == npuzero.Plan.preset("zero++", precision="bf16").precision
     for path in keys:
         if path != "stage":
-            assert decision(f"zero_optimization.{path}", **zeroed(**{**keys, "stage": 2})) is NOTED
+            assert decision_of_key(f"zero_optimization.{path}", **zero_section(**{**keys, "stage": 2})) is NOTED
 
 
 def test_parameters_off_the_device_take_states_along():
-    plan = recipe(**zeroed(stage=3, offload_param={"device": "cpu"})).plan
+    plan = explained_recipe(**zero_section(stage=3, offload_param={"device": "cpu"})).plan
     assert plan.parameters.memory is plan.states.memory is plan.gradients.memory is Memory.HOST
-    plan = recipe(**zeroed(stage=3, offload_param={"device": "nvme"}, offload_optimizer={"device": "cpu"})).plan
+    plan = explained_recipe(
+        **zero_section(stage=3, offload_param={"device": "nvme"}, offload_optimizer={"device": "cpu"})
+    ).plan
     assert plan.parameters.memory is Memory.NVME and plan.states.memory is Memory.HOST
-    assert "stage 3" in refused(**zeroed(stage=2, offload_param={"device": "cpu"}))[
+    assert "stage 3" in refused_entries(**zero_section(stage=2, offload_param={"device": "cpu"}))[
         "zero_optimization.offload_param.device"
     ]  # fmt: skip
 
 
 def test_a_part_of_the_states_rests_off_the_device():
-    plan = recipe(**zeroed(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.25})).plan
+    plan = explained_recipe(**zero_section(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.25})).plan
     assert plan.states == Placement(("node", "local"), Memory.HOST, 0.25)
-    assert not recipe(**zeroed(stage=3, offload_optimizer={"device": "cpu", "ratio": 0})).plan.states.far
-    assert recipe(activation_checkpointing={"cpu_checkpointing": True}).plan.activations.memory is Memory.HOST
+    assert not explained_recipe(
+        **zero_section(stage=3, offload_optimizer={"device": "cpu", "ratio": 0})
+    ).plan.states.far
+    assert explained_recipe(activation_checkpointing={"cpu_checkpointing": True}).plan.activations.memory is Memory.HOST
 
 
 def test_settings_move_no_bit_and_buckets_count_elements():
     keys = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8, "offload_optimizer": {"nvme_path": "there"}}
-    found = recipe(**zeroed(**keys), aio={"intra_op_parallelism": 2}, bf16={"enabled": True}).settings
+    found = explained_recipe(**zero_section(**keys), aio={"intra_op_parallelism": 2}, bf16={"enabled": True}).settings
     assert found == npuzero.Settings(overlap="parameters", bucket_bytes=10**9, io_threads=2, nvme_paths=("there",))
-    assert recipe(**zeroed(stage=2, reduce_bucket_size="auto")).settings == npuzero.Settings()
+    assert explained_recipe(**zero_section(stage=2, reduce_bucket_size="auto")).settings == npuzero.Settings()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +184,7 @@ def test_settings_move_no_bit_and_buckets_count_elements():
     ],
 )
 def test_gradients_travel_in_the_dtype_said(more, wire):
-    precision = recipe(**more).plan.precision
+    precision = explained_recipe(**more).plan.precision
     assert precision.wire_of(precision.parameter_of(torch.float32)) is wire
 
 
@@ -185,12 +192,19 @@ def test_gradients_travel_in_the_dtype_said(more, wire):
 
 
 def test_loss_scales_are_those_said():
-    assert recipe().scale is None and not recipe().conduct.skips
-    assert recipe(bf16={"enabled": True}).scale is None and recipe(bf16={"enabled": True}).conduct.skips
-    assert recipe(bfloat16={"enabled": True}).conduct.skips, "the old name"
-    assert not recipe(bf16={"enabled": True, "check_grad_overflow": False}).conduct.skips
-    assert recipe(fp16={"enabled": True, "loss_scale": 8}).scale == {"init_scale": 8.0, "floor": 8.0, "ceiling": 8.0}
-    assert recipe(fp16={"enabled": True}).scale == {
+    assert explained_recipe().scale is None and not explained_recipe().conduct.skips
+    assert (
+        explained_recipe(bf16={"enabled": True}).scale is None
+        and explained_recipe(bf16={"enabled": True}).conduct.skips
+    )
+    assert explained_recipe(bfloat16={"enabled": True}).conduct.skips, "the old name"
+    assert not explained_recipe(bf16={"enabled": True, "check_grad_overflow": False}).conduct.skips
+    assert explained_recipe(fp16={"enabled": True, "loss_scale": 8}).scale == {
+        "init_scale": 8.0,
+        "floor": 8.0,
+        "ceiling": 8.0,
+    }
+    assert explained_recipe(fp16={"enabled": True}).scale == {
         "init_scale": 2.0**16,
         "growth_interval": 1000,
         "hysteresis": 2,
@@ -198,7 +212,7 @@ def test_loss_scales_are_those_said():
         "floor": 1,
         "growth_delay": 1,
     }
-    npuzero.LossScaler(**recipe(fp16={"enabled": True, "initial_scale_power": 0, "min_loss_scale": 4}).scale)
+    npuzero.LossScaler(**explained_recipe(fp16={"enabled": True, "initial_scale_power": 0, "min_loss_scale": 4}).scale)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +245,14 @@ def test_loss_scales_are_those_said():
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_its_key_with_a_way_out(more, path):
-    found = refused(**more)
+    found = refused_entries(**more)
     assert [*found] == [path] and len(found[path].split()) > 3
 
 
 def test_what_has_been_removed_and_is_off_is_noted():
-    assert decision("amp", amp={"enabled": False}) is NOTED
-    assert decision("nebula", nebula={}) is NOTED
-    assert decision("zero_optimization.offload_param", **zeroed(offload_param=None)) is NOTED
+    assert decision_of_key("amp", amp={"enabled": False}) is NOTED
+    assert decision_of_key("nebula", nebula={}) is NOTED
+    assert decision_of_key("zero_optimization.offload_param", **zero_section(offload_param=None)) is NOTED
 
 
 def test_version_traps_are_said():
@@ -269,7 +283,7 @@ def test_version_traps_are_said():
     ],
 )
 def test_a_type_is_its_class_with_deepspeeds_defaults(kind, params, cls, group):
-    maker, options = recipe(optimizer={"type": kind, "params": params}).optimizer
+    maker, options = explained_recipe(optimizer={"type": kind, "params": params}).optimizer
     made = maker([torch.nn.Parameter(torch.zeros(3))], options)
     assert type(made) is cls
     assert {name: made.param_groups[0][name] for name in group} == group
@@ -278,15 +292,17 @@ def test_a_type_is_its_class_with_deepspeeds_defaults(kind, params, cls, group):
 def test_every_optimizer_of_deepspeed_is_made_or_has_a_way_out():
     config = pytest.importorskip("deepspeed.runtime.config", exc_type=ImportError)
     for kind in config.DEEPSPEED_OPTIMIZERS:
-        maker = optimizer_of(kind, True, False)
+        maker = choose_optimizer_maker(kind, True, False)
         assert not isinstance(maker, str) or "Take AdamW" in maker, kind
 
 
 def test_options_that_torch_refuses_are_errors_of_ours():
-    maker, options = recipe(optimizer={"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}).optimizer
+    maker, options = explained_recipe(optimizer={"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}).optimizer
     with pytest.raises(ConfigError, match="Nesterov"):
         maker([torch.nn.Parameter(torch.zeros(3))], options)
-    maker, options = recipe(scheduler={"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": "much"}}).schedule
+    maker, options = explained_recipe(
+        scheduler={"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": "much"}}
+    ).schedule
     with pytest.raises(ConfigError, match="CyclicLR"):
         maker(npuzero.AdamW([torch.nn.Parameter(torch.zeros(3))]), options)
 
@@ -303,7 +319,7 @@ def test_schedules_are_made_over_the_optimizer():
     assert {*SCHEDULES} < params.keys()
     for kind, options in params.items():
         optimizer = npuzero.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=0.4)
-        maker, given = recipe(scheduler={"type": kind, "params": options}).schedule
+        maker, given = explained_recipe(scheduler={"type": kind, "params": options}).schedule
         schedule = maker(optimizer, given)
         optimizer.step()
         schedule.step()

@@ -11,7 +11,7 @@ import torch
 from npuzero.cli import main
 from npuzero.compat import Decision
 from npuzero.compat.internevo import RULES, evaluate, explain, load
-from npuzero.compat.rules import flattened
+from npuzero.compat.rules import flatten_mapping
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, Plan
 
@@ -43,12 +43,12 @@ MEANT = [
 ]
 
 
-def write(path: Path, values: dict[str, Any]) -> Path:
+def write_config(path: Path, values: dict[str, Any]) -> Path:
     path.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
     return path
 
 
-def config_of(tmp_path, text):
+def load_config_text(tmp_path, text):
     (tmp_path / "config.py").write_text(text)
     return load(tmp_path / "config.py")
 
@@ -71,7 +71,7 @@ def test_all_public_configurations_are_followed_or_refused_by_name():
         assert all(path in str(caught.value) for path in paths)
 
 
-def fingerprint(config) -> Any:
+def config_fingerprint(config) -> Any:
     """All that follows from a configuration."""
     sizes = config.sizes(1024)
     made = (config.plan(1024), config.settings, config.division, config.checkpointed, config.max_norm, config.mode)
@@ -79,7 +79,7 @@ def fingerprint(config) -> Any:
     return repr((sizes, made, config.scaler().state_dict(), said))
 
 
-def odd(value: Any) -> list[Any]:
+def odd_key_values(value: Any) -> list[Any]:
     """Values that nobody expects there, the first of the same kind."""
     if isinstance(value, bool):
         return [not value, "odd", 7]
@@ -90,22 +90,22 @@ def odd(value: Any) -> list[Any]:
     return ["odd", 7, ["odd"]]
 
 
-def replaced(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def replace_nested_key(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     key, _, rest = path.partition(".")
-    return {**values, key: replaced(values[key], rest, value) if rest else value}
+    return {**values, key: replace_nested_key(values[key], rest, value) if rest else value}
 
 
 @pytest.mark.parametrize("name", ["8B_internlm3", "7B_chameleon", "20231221_hw_config"])
 def test_an_odd_value_in_any_leaf_changes_something_or_is_spoken_of(tmp_path, name):
     values = dict(evaluate(CONFIGS / f"{name}.py").values)
-    config = load(write(tmp_path / "config.py", values))
-    usual, seen = fingerprint(config), set()
+    config = load(write_config(tmp_path / "config.py", values))
+    usual, seen = config_fingerprint(config), set()
     idle = {entry.path for entry in config.translation.decided(Decision.NOTED)}
-    for path, value in flattened(values):
-        for other in odd(value):
+    for path, value in flatten_mapping(values):
+        for other in odd_key_values(value):
             try:
-                config = load(write(tmp_path / "config.py", replaced(values, path, other)))
-                differs = fingerprint(config) != usual
+                config = load(write_config(tmp_path / "config.py", replace_nested_key(values, path, other)))
+                differs = config_fingerprint(config) != usual
             except ConfigError as error:
                 seen.add("refused")
                 assert path in str(error) or path.split(".")[0] in str(error), (path, other, error)
@@ -168,7 +168,7 @@ def test_every_rule_says_something_and_those_that_count_go_somewhere():
 )
 def test_what_is_refused_names_key_and_way_out(tmp_path, text, path, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        config_of(tmp_path, text)
+        load_config_text(tmp_path, text)
     assert path in caught.value.facts["refused"]
     assert [entry.path for entry in explain(tmp_path / "config.py").decided(Decision.REFUSED)] == [path]
 
@@ -187,7 +187,7 @@ def test_the_command_prints_what_becomes_of_each_key(capsys):
 
 
 def test_names_of_the_files_own_are_noted_and_keys_of_the_users_own_sections(tmp_path):
-    config = config_of(
+    config = load_config_text(
         tmp_path, "rate = 2e-4\nLOST = 1\nadam = dict(lr=rate)\nmodel = dict(width=4)\ndata = dict(shards=2)"
     )
     noted = {entry.path for entry in config.translation.decided(Decision.NOTED)}
@@ -205,7 +205,7 @@ def test_names_of_the_files_own_are_noted_and_keys_of_the_users_own_sections(tmp
 @pytest.mark.parametrize(("zero1", "stage"), [(-1, 1), (0, 1), (1, 0), (2, 1.5), (4, 1.5)])
 def test_layers_are_divided_over_tensor_ranks(tmp_path, mode, tensor, pipe, zero1, stage):
     text = f"parallel = dict(zero1={zero1}, tensor=dict(size={tensor}, mode={mode!r}), pipeline={pipe})"
-    config = config_of(tmp_path, text + "\nmodel = dict(dtype='torch.float32')")
+    config = load_config_text(tmp_path, text + "\nmodel = dict(dtype='torch.float32')")
     ranks = 8 * tensor * pipe
     local_size = zero1 if stage == 1.5 else None
     assert config.sizes(ranks) == {"pipe": pipe, "pod": 1, "sequence": 1, "tensor": tensor, "local_size": local_size}
@@ -218,7 +218,7 @@ def test_layers_are_divided_over_tensor_ranks(tmp_path, mode, tensor, pipe, zero
 @pytest.mark.parametrize("zero1", [-1, 1, 2])
 def test_isp_shards_weights_over_local_and_states_over_zero1_groups_of_them(tmp_path, sequence, weight, zero1):
     text = f"parallel = dict(zero1={zero1}, tensor=dict(size={sequence}, mode='isp'), weight=dict(size={weight}))"
-    config = config_of(tmp_path, text + "\nmodel = dict(dtype='torch.bfloat16')")
+    config = load_config_text(tmp_path, text + "\nmodel = dict(dtype='torch.bfloat16')")
     sizes, plan = config.sizes(16), config.plan(16)
     alike = 16 // weight  # ranks that have the same weights
     node = alike if zero1 == -1 else zero1
@@ -234,7 +234,7 @@ def test_isp_shards_weights_over_local_and_states_over_zero1_groups_of_them(tmp_
 def test_states_are_shared_by_the_ranks_that_internevo_has_share_them(tmp_path):
     """The groups of its own example: 32 ranks, of which 8 share weights, and 2 of those that have the same states."""
     text = "parallel = dict(zero1=2, tensor=dict(size=4, mode='isp'), weight=8)"
-    config = config_of(tmp_path, text)
+    config = load_config_text(tmp_path, text)
     assert config.sizes(32) == {"pipe": 1, "pod": 2, "sequence": 4, "tensor": 1, "local_size": 8}
     shape = MeshShape(pod=2, node=2, local=8, sequence=4)
     places = [shape.place(rank) for rank in range(32)]
@@ -255,7 +255,7 @@ def test_states_are_shared_by_the_ranks_that_internevo_has_share_them(tmp_path):
     ],
 )
 def test_fsdp_shards_parameters_like_states(tmp_path, text, plan, axes):
-    made = config_of(tmp_path, f"parallel = dict({text})").plan(16)
+    made = load_config_text(tmp_path, f"parallel = dict({text})").plan(16)
     assert made.name == plan
     assert {placement.axes for placement in made.parts.values()} == {axes}
 
@@ -273,7 +273,7 @@ def test_fsdp_shards_parameters_like_states(tmp_path, text, plan, axes):
     ],
 )
 def test_sizes_that_do_not_divide_the_ranks_are_refused(tmp_path, text, ranks, key):
-    config = config_of(tmp_path, f"parallel = dict({text})")
+    config = load_config_text(tmp_path, f"parallel = dict({text})")
     with pytest.raises(ConfigError, match="a divisor of") as caught:
         config.plan(ranks)
     assert caught.value.subject == key
@@ -295,12 +295,12 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused(tmp_path, text, ranks, k
     ],
 )
 def test_switches_of_overlap_come_to_one_setting(tmp_path, text, overlap):
-    assert config_of(tmp_path, text).settings.overlap == overlap
+    assert load_config_text(tmp_path, text).settings.overlap == overlap
 
 
 def test_that_two_of_three_overlaps_are_all_is_noted(tmp_path):
     text = "parallel = dict(pipeline=2)\nhybrid_zero_optimizer = dict(overlap_sync_grad=True, overlap_sync_param=False)"
-    config = config_of(tmp_path, text)
+    config = load_config_text(tmp_path, text)
     noted = {entry.path: entry.words for entry in config.translation.decided(Decision.NOTED)}
     assert "two of" in noted["hybrid_zero_optimizer.overlap_sync_param"]
 
@@ -308,7 +308,7 @@ def test_that_two_of_three_overlaps_are_all_is_noted(tmp_path):
 @pytest.mark.parametrize(("dtype", "itemsize"), [("torch.bfloat16", 2), ("torch.half", 2), ("torch.float32", 4)])
 def test_a_bucket_is_said_in_elements(tmp_path, dtype, itemsize):
     text = f"model = dict(dtype={dtype!r})\nhybrid_zero_optimizer = dict(reduce_bucket_size=1000)"
-    config = config_of(tmp_path, text)
+    config = load_config_text(tmp_path, text)
     assert config.settings.bucket_bytes == 1000 * itemsize
     rows = {row[0]: row for row in config.translation.rows()}
     assert rows["hybrid_zero_optimizer.reduce_bucket_size"][1:4] == (
@@ -332,16 +332,16 @@ def test_a_bucket_is_said_in_elements(tmp_path, dtype, itemsize):
     ],
 )
 def test_pipelines_have_schedule_micro_batches_and_chunks(tmp_path, text, division):
-    assert tuple(config_of(tmp_path, text).division.values()) == division
+    assert tuple(load_config_text(tmp_path, text).division.values()) == division
 
 
 def test_the_dtype_says_precision_and_whether_there_is_a_scale(tmp_path):
     text = "grad_scaler = dict(fp16=dict(initial_scale=2**10, min_scale=None), max_scale=2**12, hysteresis=0)\n"
-    state = config_of(tmp_path, text).scaler().state_dict()
+    state = load_config_text(tmp_path, text).scaler().state_dict()
     assert (state["scale"], state["ceiling"], state["hysteresis"]) == (2**10, 2**12, 1)
     assert 0 < state["floor"] < 1e-30
     for dtype, precision in (("torch.float32", "fp32"), ("torch.tf32", "tf32")):
-        config = config_of(tmp_path, f"{text}model = dict(dtype={dtype!r})")
+        config = load_config_text(tmp_path, f"{text}model = dict(dtype={dtype!r})")
         assert config.precision == Plan.preset(0, precision=precision).precision
         assert config.scaler().get_scale() == 1
         entry = next(e for e in config.translation.entries if e.path == "grad_scaler.fp16.initial_scale")
@@ -359,4 +359,4 @@ def test_a_mapping_is_taken_as_a_file_is_and_dtypes_as_they_are():
 
 def test_adam_without_a_key_is_refused_where_it_is_made(tmp_path):
     with pytest.raises(ConfigError, match=r"adam\.lr, adam\.adam_beta1"):
-        config_of(tmp_path, "adam = dict(weight_decay=0.1)").adamw([])
+        load_config_text(tmp_path, "adam = dict(weight_decay=0.1)").adamw([])

@@ -26,13 +26,15 @@ parallel = dict({parallel})
 STEPS = 3
 
 
-def config_at(path: Any, parallel: str, micro_num: int = 1, chunks: int = 1, checkpoint: float = 0, **more: Any) -> Any:
+def write_start_config(
+    path: Any, parallel: str, micro_num: int = 1, chunks: int = 1, checkpoint: float = 0, **more: Any
+) -> Any:
     values = {"micro_num": micro_num, "chunks": chunks, "checkpoint": checkpoint, "dtype": "float32", **more}
     path.write_text(TEXT.format(parallel=parallel, **values))
     return load(path)
 
 
-def plain(model: nn.Module, losses: Any) -> dict[str, Tensor]:
+def train_plain_adamw(model: nn.Module, losses: Any) -> dict[str, Tensor]:
     """The weights after some steps of torch's own, and of one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
     for step in range(STEPS):
@@ -43,14 +45,14 @@ def plain(model: nn.Module, losses: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_weights_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         assert (found[name] - value).abs().max() <= 2e-6, name
 
 
-def stack() -> nn.Module:
+def build_start_stack() -> nn.Module:
     block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # noqa: E731
-    return toy.build(make=lambda: nn.Sequential(*(block() for _ in range(4))))
+    return toy.build_seeded_model(make=lambda: nn.Sequential(*(block() for _ in range(4))))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +63,10 @@ def test_a_pipeline_trains_as_one_process(tmp_path, pipeline, chunks, checkpoint
     def batch(step: int) -> Tensor:
         return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
 
-    config = config_at(tmp_path / "config.py", f"pipeline=dict({pipeline})", 4, chunks, checkpoint)
+    config = write_start_config(tmp_path / "config.py", f"pipeline=dict({pipeline})", 4, chunks, checkpoint)
 
     def body(world: World) -> dict[str, Tensor]:
-        made = initialize(stack(), config, world=world, loss_fn=F.mse_loss)
+        made = initialize(build_start_stack(), config, world=world, loss_fn=F.mse_loss)
         assert made.lr_scheduler is made.beta2_scheduler is None
         for step in range(STEPS):
             made.model.step(batch(step), target=batch(step + 100))
@@ -72,23 +74,25 @@ def test_a_pipeline_trains_as_one_process(tmp_path, pipeline, chunks, checkpoint
             assert done and norms["0_default"] > 0
         return npuzero.full_state_dict(made.model, rank0_only=False)
 
-    expected = plain(stack(), lambda model, step: F.mse_loss(model(batch(step)), batch(step + 100)))
+    expected = train_plain_adamw(
+        build_start_stack(), lambda model, step: F.mse_loss(model(batch(step)), batch(step + 100))
+    )
     for found in run_threads(2, body):
-        assert_close(found, expected)
+        assert_weights_close(found, expected)
 
 
 def test_a_pipelines_loss_is_scaled_without_a_word(tmp_path):
-    config = config_at(tmp_path / "config.py", "pipeline=2", 4, dtype="bfloat16")
+    config = write_start_config(tmp_path / "config.py", "pipeline=2", 4, dtype="bfloat16")
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
     def body(world: World) -> Any:
-        made = initialize(stack(), config, world=world, loss_fn=F.mse_loss)
+        made = initialize(build_start_stack(), config, world=world, loss_fn=F.mse_loss)
         loss = made.model.step(batch, target=batch.bfloat16())
         assert made.model.step(batch, train=False) is None or world.rank == 1
         done, norms = made.optimizer.step()
         return loss.item(), made.optimizer.loss_scale.item(), done, norms["0_default"]
 
-    model = stack()
+    model = build_start_stack()
     expected = F.mse_loss(model(batch), batch)
     expected.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
@@ -98,13 +102,15 @@ def test_a_pipelines_loss_is_scaled_without_a_word(tmp_path):
         assert found == pytest.approx(norm.item(), rel=0.05)
 
 
-def llama() -> nn.Module:
+def build_start_llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return toy.build(make=lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)))
+    return toy.build_seeded_model(
+        make=lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    )
 
 
-def tokens(step: int) -> dict[str, Tensor]:
+def start_tokens(step: int) -> dict[str, Tensor]:
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
@@ -119,34 +125,34 @@ def tokens(step: int) -> dict[str, Tensor]:
     ],
 )
 def test_divided_models_train_as_one_process(tmp_path, axes):
-    config = config_at(tmp_path / "config.py", axes, checkpoint=1)
+    config = write_start_config(tmp_path / "config.py", axes, checkpoint=1)
 
     def body(world: World) -> dict[str, Tensor]:
-        made = initialize(llama(), config, world=world)
+        made = initialize(build_start_llama(), config, world=world)
         for step in range(STEPS):
-            part = parallel.slice(tokens(step), made.mesh) if config.mode == "isp" else tokens(step)
+            part = parallel.slice(start_tokens(step), made.mesh) if config.mode == "isp" else start_tokens(step)
             made.optimizer.backward(made.model(**part).loss)
             assert made.optimizer.step()[0]
         return npuzero.full_state_dict(made.model, rank0_only=False)
 
-    expected = plain(llama(), lambda model, step: model(**tokens(step)).loss)
+    expected = train_plain_adamw(build_start_llama(), lambda model, step: model(**start_tokens(step)).loss)
     for found in run_threads(2, body):
-        assert_close(found, expected)
+        assert_weights_close(found, expected)
 
 
 def test_a_program_may_divide_its_model_itself(tmp_path):
-    config = config_at(tmp_path / "config.py", "tensor=2")
+    config = write_start_config(tmp_path / "config.py", "tensor=2")
 
     def body(world: World) -> Any:
         words = {"0.0": "colwise", "1.0": "rowwise"}
         divide = lambda model, mesh: parallel.tensor(model, mesh, plan=words)  # noqa: E731
-        made = initialize(stack(), config, world=world, divide=divide)
+        made = initialize(build_start_stack(), config, world=world, divide=divide)
         return parallel.tensor_bytes(made.model)
 
     assert len(run_threads(2, body)) == 2
 
 
 def test_sizes_that_the_ranks_do_not_have_are_refused_on_every_rank(tmp_path):
-    config = config_at(tmp_path / "config.py", "tensor=3")
+    config = write_start_config(tmp_path / "config.py", "tensor=3")
     with pytest.raises(ConfigError, match=r"parallel\.tensor\.size"):
-        run_threads(2, lambda world: initialize(stack(), config, world=world))
+        run_threads(2, lambda world: initialize(build_start_stack(), config, world=world))

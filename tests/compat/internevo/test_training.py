@@ -37,7 +37,7 @@ parallel = dict({parallel})
 """
 
 
-class Block(nn.Module):
+class CountingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.calls = nn.Linear(8, 8), 0
@@ -47,31 +47,31 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
-def build() -> nn.Module:
-    return toy.build(make=lambda: nn.Sequential(*(Block() for _ in range(4))))
+def build_counting_blocks() -> nn.Module:
+    return toy.build_seeded_model(make=lambda: nn.Sequential(*(CountingBlock() for _ in range(4))))
 
 
-def batch(step: int, micro: int, rank: int) -> Tensor:
+def internevo_batch(step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
-def loss_of(out: Tensor) -> Tensor:
+def internevo_loss(out: Tensor) -> Tensor:
     return out.float().square().mean() * 16
 
 
-def config_at(path: Any, **values: Any) -> Any:
+def write_training_config(path: Any, **values: Any) -> Any:
     usual = {"dtype": "torch.float32", "micro_num": 1, "power": 16, "clip": 1.0, "c": 0.8, "checkpoint": False}
     path.write_text(TEXT.format(**{**usual, "parallel": "zero1=-1", **values}))
     return load(path)
 
 
-class Plain:
+class InternEvoReference:
     """InternEvo's rules over plain torch: masters, a loss scale, clipping, schedules, in one process for all ranks."""
 
     def __init__(self, config: Any) -> None:
         said = config.values
         self.said, self.dtype = said, DTYPES[said["model"]["dtype"]]
-        self.net = build()
+        self.net = build_counting_blocks()
         self.model = copy.deepcopy(self.net).to(self.dtype)
         adam = said["adam"]
         betas = (adam["adam_beta1"], adam["adam_beta2"])
@@ -103,8 +103,8 @@ class Plain:
         for rank in range(RANKS):
             for micro in range(micros):
                 self.model.zero_grad()
-                out = self.model(batch(step, micro, rank).to(self.dtype))
-                (loss_of(out) / micros * self.scale).backward()
+                out = self.model(internevo_batch(step, micro, rank).to(self.dtype))
+                (internevo_loss(out) / micros * self.scale).backward()
                 for total, parameter in zip(sums, self.model.parameters(), strict=True):
                     total += (parameter.grad / RANKS).float()
         for total, parameter in zip(sums, self.net.parameters(), strict=True):
@@ -129,14 +129,14 @@ class Plain:
         return True, norm
 
 
-def trained(world: World, config: Any) -> Iterator[tuple[bool, float, float]]:
-    made = initialize(build(), config, world=world)
+def train_internevo(world: World, config: Any) -> Iterator[tuple[bool, float, float]]:
+    made = initialize(build_counting_blocks(), config, world=world)
     micros = config.micro_batches
     for step in range(STEPS):
         made.optimizer.zero_grad()
         for micro in range(micros):
             made.optimizer.skip_grad_reduce = micro < micros - 1
-            made.optimizer.backward(loss_of(made.model(batch(step, micro, world.rank))) / micros)
+            made.optimizer.backward(internevo_loss(made.model(internevo_batch(step, micro, world.rank))) / micros)
         scale = made.optimizer.loss_scale.item()
         done, norms = made.optimizer.step()
         if done:
@@ -159,10 +159,10 @@ def trained(world: World, config: Any) -> Iterator[tuple[bool, float, float]]:
     ids=["zero1", "fsdp", "isp", "bf16", "fp16", "fp16-fsdp"],
 )
 def test_the_same_numbers_as_plain_torch(tmp_path, values):
-    config = config_at(tmp_path / "config.py", **values)
-    plain = Plain(config)
+    config = write_training_config(tmp_path / "config.py", **values)
+    plain = InternEvoReference(config)
     expected = [(plain.scale, *plain.step(step)) for step in range(STEPS)]
-    for *steps, state in run_threads(RANKS, lambda world: [*trained(world, config)]):
+    for *steps, state in run_threads(RANKS, lambda world: [*train_internevo(world, config)]):
         for (scale, done, norm), (did, told, at) in zip(expected, steps, strict=True):
             assert (did, at) == (done, scale)
             assert told == pytest.approx(norm, rel=1e-5)
@@ -174,9 +174,9 @@ def test_the_same_numbers_as_plain_torch(tmp_path, values):
 
 def test_checkpointed_blocks_run_again_in_backward(tmp_path):
     def ran(world: World) -> list[int]:
-        net = build()
-        made = initialize(net, config_at(tmp_path / f"{world.rank}.py", checkpoint=0.5), world=world)
-        made.optimizer.backward(loss_of(made.model(batch(0, 0, world.rank))))
+        net = build_counting_blocks()
+        made = initialize(net, write_training_config(tmp_path / f"{world.rank}.py", checkpoint=0.5), world=world)
+        made.optimizer.backward(internevo_loss(made.model(internevo_batch(0, 0, world.rank))))
         return [block.calls for block in net]
 
     assert run_threads(1, ran) == [[2, 2, 1, 1]]
@@ -187,19 +187,19 @@ def test_checkpointed_blocks_run_again_in_backward(tmp_path):
 # -- the optimizer by itself -------------------------------------------------------------------------------------------
 
 
-def simple(world: World, **options: Any) -> tuple[nn.Module, HybridZeroOptimizer]:
-    model = npuzero.zero(build(), stage=2, world=world)
+def build_hybrid_optimizer(world: World, **options: Any) -> tuple[nn.Module, HybridZeroOptimizer]:
+    model = npuzero.zero(build_counting_blocks(), stage=2, world=world)
     return model, HybridZeroOptimizer(model, npuzero.AdamW(model.parameters(), lr=1e-2), **options)
 
 
 def test_without_a_scaler_what_is_not_finite_is_skipped_and_told_on_every_rank():
     def body(world: World) -> list[Any]:
-        model, optimizer = simple(world, clip_grad_norm=1.0)
+        model, optimizer = build_hybrid_optimizer(world, clip_grad_norm=1.0)
         found = []
         for bad in (1.0, math.inf, math.nan, 1.0):
             before = {name: value.clone() for name, value in npuzero.full_state_dict(model, rank0_only=False).items()}
             factor = bad if world.rank == 1 else 1.0
-            optimizer.backward(loss_of(model(batch(0, 0, world.rank))) * factor)
+            optimizer.backward(internevo_loss(model(internevo_batch(0, 0, world.rank))) * factor)
             done, norms = optimizer.step()
             after = npuzero.full_state_dict(model, rank0_only=False)
             assert done is not all(torch.equal(before[name], after[name]) for name in before)
@@ -215,8 +215,8 @@ def test_without_a_scaler_what_is_not_finite_is_skipped_and_told_on_every_rank()
 
 def test_without_clipping_no_norm_is_told():
     def body(world: World) -> Any:
-        model, optimizer = simple(world)
-        optimizer.backward(loss_of(model(batch(0, 0, 0))))
+        model, optimizer = build_hybrid_optimizer(world)
+        optimizer.backward(internevo_loss(model(internevo_batch(0, 0, 0))))
         return optimizer.step()
 
     assert run_threads(1, body) == [(True, {})]
@@ -227,18 +227,18 @@ def test_its_state_goes_on_where_it_was():
         runs = []
         for stop in (False, True):
             scaler = npuzero.LossScaler(init_scale=2.0**10, growth_interval=1)
-            model, optimizer = simple(world, scaler=scaler, clip_grad_norm=1.0)
+            model, optimizer = build_hybrid_optimizer(world, scaler=scaler, clip_grad_norm=1.0)
             for step in range(4):
                 if stop and step == 2:
                     state, weights = (
                         copy.deepcopy(optimizer.state_dict()),
                         npuzero.full_state_dict(model, rank0_only=False),
                     )
-                    fresh, optimizer = simple(world, scaler=npuzero.LossScaler(), clip_grad_norm=1.0)
+                    fresh, optimizer = build_hybrid_optimizer(world, scaler=npuzero.LossScaler(), clip_grad_norm=1.0)
                     npuzero.load_full_state_dict(fresh, weights)
                     optimizer.load_state_dict(state)
                     model = fresh
-                optimizer.backward(loss_of(model(batch(step, 0, world.rank))))
+                optimizer.backward(internevo_loss(model(internevo_batch(step, 0, world.rank))))
                 assert optimizer.step()[0]
             runs.append((optimizer.loss_scale.item(), npuzero.full_state_dict(model, rank0_only=False)))
         (scale, straight), (resumed, again) = runs
@@ -250,9 +250,9 @@ def test_its_state_goes_on_where_it_was():
 
 def test_torchs_schedulers_and_copies_take_it():
     def body(world: World) -> None:
-        model, optimizer = simple(world)
+        model, optimizer = build_hybrid_optimizer(world)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        optimizer.backward(loss_of(model(batch(0, 0, 0))))
+        optimizer.backward(internevo_loss(model(internevo_batch(0, 0, 0))))
         optimizer.step()
         schedule.step()
         assert optimizer.optim.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 5e-3
@@ -266,12 +266,12 @@ def test_torchs_schedulers_and_copies_take_it():
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1"])
 def test_what_is_no_norm_to_clip_to_is_refused(value):
     with pytest.raises(ConfigError, match="clip_grad_norm"):
-        run_threads(1, lambda world: simple(world, clip_grad_norm=value))
+        run_threads(1, lambda world: build_hybrid_optimizer(world, clip_grad_norm=value))
 
 
 def test_a_closure_no_gradient_and_a_foreign_state_are_refused():
     def body(world: World) -> None:
-        _, optimizer = simple(world, clip_grad_norm=1.0)
+        _, optimizer = build_hybrid_optimizer(world, clip_grad_norm=1.0)
         with pytest.raises(StateError, match="no closure"):
             optimizer.step(lambda: None)
         with pytest.raises(StateError):

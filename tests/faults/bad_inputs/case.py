@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import NpuZeroError
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 
 Provoke = Callable[[World], object]
 
 
 @dataclass(frozen=True)
-class Case:
+class BadInput:
     """One row: how it is provoked, on how many ranks, which error each gets (None: none), and what its text says."""
 
     name: str
@@ -28,7 +28,7 @@ class Case:
     ranks: int = 1
 
 
-class Table(dict[str, Case]):
+class BadInputTable(dict[str, BadInput]):
     """The rows of one part of the package, by name."""
 
     def bad(self, name: str, error: type[NpuZeroError], *says: str, ranks: int = 1) -> Callable[[Provoke], Provoke]:
@@ -44,21 +44,21 @@ class Table(dict[str, Case]):
     ) -> Callable[[Provoke], Provoke]:
         def add(function: Provoke) -> Provoke:
             assert name not in self, name
-            self[name] = Case(name, function, error, says, ranks)
+            self[name] = BadInput(name, function, error, says, ranks)
             return function
 
         return add
 
 
-def cut(world: World, stage: Any = None, model: Any = None, **options: Any) -> Any:
+def shard_toy(world: World, stage: Any = None, model: Any = None, **options: Any) -> Any:
     """A toy model cut over the ranks, zero3 unless told; it lives as long as ``world``, whatever a row keeps of it."""
-    world.model = npuzero.zero(build() if model is None else model, stage, world=world, **options)  # type: ignore[attr-defined]
+    world.model = npuzero.zero(build_seeded_model() if model is None else model, stage, world=world, **options)  # type: ignore[attr-defined]
     return world.model  # type: ignore[attr-defined]
 
 
-def loss_of(model: nn.Module, rank: int = 0) -> Tensor:
+def bad_input_loss(model: nn.Module, rank: int = 0) -> Tensor:
     return model(torch.arange(rank, rank + 12)[None]).square().mean()
 
 
-def backward(model: nn.Module, world: World) -> None:
-    loss_of(model, world.rank).backward()
+def backward_toy_loss(model: nn.Module, world: World) -> None:
+    bad_input_loss(model, world.rank).backward()

@@ -10,20 +10,20 @@ import torch
 from npuzero import CollectiveError, ContractError, ops
 from npuzero.comm import World
 
-from .case import Table
+from .case import BadInputTable
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad = TABLE.bad
 
 
-def _adam(**changed: Any) -> None:
+def _call_flat_adam(**changed: Any) -> None:
     arguments: dict[str, Any] = {
         "master": torch.ones(8),
         "exp_avg": torch.zeros(8),
         "exp_avg_sq": torch.zeros(8),
         "grad": torch.ones(8),
     }
-    segment = ops.Segment(0, 8, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False, False)
+    segment = ops.AdamSegment(0, 8, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False, False)
     segments = [replace(segment, **s) for s in changed.pop("segments", [{}])]
     arguments.update(changed)
     ops.flat_adam(
@@ -38,13 +38,15 @@ def _adam(**changed: Any) -> None:
 
 _SHARED = torch.ones(12)
 for _name, _make, _says in [
-    ("flat_adam: moment of another dtype", lambda: _adam(exp_avg=torch.zeros(8).half()), ("exp_avg", "float16")),
-    ("flat_adam: gradient of another size", lambda: _adam(grad=torch.ones(9)), ("grad", "8", "9")),
-    ("flat_adam: gradient on meta", lambda: _adam(grad=torch.ones(8, device="meta")), ("grad", "meta")),
-    ("flat_adam: overlap", lambda: _adam(master=_SHARED[:8], grad=_SHARED[4:]), ("overlap|apart",)),
-    ("flat_adam: segment beyond the end", lambda: _adam(segments=[{"end": 9}]), ("9",)),
-    ("flat_adam: segments overlap", lambda: _adam(segments=[{"end": 5}, {"begin": 4}]), ("ascending|overlap",)),
-    ("flat_adam: step 0", lambda: _adam(segments=[{"step": 0}]), ("step", "0")),
+    ("flat_adam: moment of another dtype", lambda: _call_flat_adam(exp_avg=torch.zeros(8).half()), ("exp_avg",
+        "float16")),
+    ("flat_adam: gradient of another size", lambda: _call_flat_adam(grad=torch.ones(9)), ("grad", "8", "9")),
+    ("flat_adam: gradient on meta", lambda: _call_flat_adam(grad=torch.ones(8, device="meta")), ("grad", "meta")),
+    ("flat_adam: overlap", lambda: _call_flat_adam(master=_SHARED[:8], grad=_SHARED[4:]), ("overlap|apart",)),
+    ("flat_adam: segment beyond the end", lambda: _call_flat_adam(segments=[{"end": 9}]), ("9",)),
+    ("flat_adam: segments overlap", lambda: _call_flat_adam(segments=[{"end": 5}, {"begin": 4}]),
+        ("ascending|overlap",)),
+    ("flat_adam: step 0", lambda: _call_flat_adam(segments=[{"step": 0}]), ("step", "0")),
     ("cast: another size", lambda: ops.cast(torch.ones(3), torch.ones(4)), ("3", "4")),
     ("cast: unknown rounding", lambda: ops.cast(torch.ones(3), torch.ones(3), rounding="up"), ("rounding", "up")),
     ("cast: not contiguous", lambda: ops.cast(torch.ones(6)[::2], torch.ones(3)), ("contiguous",)),

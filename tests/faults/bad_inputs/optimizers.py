@@ -13,11 +13,11 @@ from torch import nn
 import npuzero
 from npuzero import PRESETS, ConfigError, ContractError, StateError
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 
-from .case import Table, backward, cut
+from .case import BadInputTable, backward_toy_loss, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad, fine = TABLE.bad, TABLE.fine
 
 for _stage in PRESETS:
@@ -35,15 +35,15 @@ for _stage in PRESETS:
 
         @bad(f"torch {_kind}({_text}), {_stage}", StateError, "npuzero.AdamW|full_state_dict", ranks=2)
         def _(world: World, stage: str = _stage, kind: str = _kind, options: Any = _options) -> None:
-            model = cut(world, plan=stage)
+            model = shard_toy(world, plan=stage)
             optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
-            backward(model, world)
+            backward_toy_loss(model, world)
             optimizer.step((lambda: 0.0) if kind == "LBFGS" else None)
 
 
 @bad("optimizer over a deleted model", StateError, "deleted", ranks=2)
 def _(world: World) -> None:
-    model = npuzero.zero(build(), world=world)
+    model = npuzero.zero(build_seeded_model(), world=world)
     optimizer = npuzero.AdamW(model.parameters())
     del model
     gc.collect()
@@ -52,19 +52,19 @@ def _(world: World) -> None:
 
 @bad("cut and plain parameters mixed", StateError, "beside", "zero", ranks=2)
 def _(world: World) -> None:
-    model, plain = cut(world), nn.Linear(3, 3)
+    model, plain = shard_toy(world), nn.Linear(3, 3)
     optimizer = npuzero.AdamW([*model.parameters(), *plain.parameters()])
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
 
 
 @bad("cut and deepcopied parameters mixed", StateError, "beside|deleted", "zero", ranks=2)
 def _(world: World) -> None:
-    plain = build()
+    plain = build_seeded_model()
     copied = copy.deepcopy(plain)
-    model = cut(world, model=plain)
+    model = shard_toy(world, model=plain)
     optimizer = npuzero.AdamW([*model.parameters(), *copied.parameters()])
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
 
 
@@ -99,19 +99,19 @@ for _name, _make, _says in [
 
 @bad("lr becomes nan", ContractError, "nan", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters())
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.param_groups[0]["lr"] = math.nan
     optimizer.step()
 
 
 @bad("amsgrad set after the first step", ContractError, "amsgrad", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters())
     for _ in range(2):
-        backward(model, world)
+        backward_toy_loss(model, world)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["amsgrad"] = True
@@ -120,7 +120,7 @@ def _(world: World) -> None:
 @bad("sparse gradients", ConfigError, "sparse", "weight", ranks=2)
 def _(world: World) -> None:
     model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
-    model = cut(world, model=model)
+    model = shard_toy(world, model=model)
     optimizer = npuzero.AdamW(model.parameters())
     model(torch.arange(3)).sum().backward()
     optimizer.step()
@@ -130,41 +130,41 @@ for _name, _stage in {"": "zero3", ", zero0": "zero0"}.items():
 
     @bad(f"frozen at zero(), trained later{_name}", StateError, "positions", "requires_grad", ranks=2)
     def _(world: World, stage: str = _stage) -> None:
-        model = cut(world, plan=stage)
+        model = shard_toy(world, plan=stage)
         optimizer = npuzero.AdamW(model.parameters())
         model.positions.requires_grad_(True)
-        backward(model, world)
+        backward_toy_loss(model, world)
         optimizer.step()
 
 
 @fine("zero_grad(set_to_none=False)")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters())
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()
 
 
 @fine("zeros in the place of a gradient")
 def _(world: World) -> None:
-    model = cut(world, 2)
-    backward(model, world)
+    model = shard_toy(world, 2)
+    backward_toy_loss(model, world)
     model.scale.grad.zero_()
     assert npuzero.full_gradient(model.scale) == 0
 
 
 @fine("a step without gradients")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     npuzero.AdamW(model.parameters()).step()
 
 
 @fine("a second step without gradients")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters())
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
     optimizer.zero_grad()
     once = npuzero.full_state_dict(model, rank0_only=False)
@@ -175,25 +175,25 @@ def _(world: World) -> None:
 
 @fine("frozen after zero()")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     model.norm.requires_grad_(False)
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
     assert npuzero.full_state_dict(model, rank0_only=False)["norm.weight"].equal(torch.ones(16))
 
 
 @fine("ZeroOptimizer over frozen parameters")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
 
 
 bad("an optimizer over the model itself", ConfigError, r"AdamW\(lr=0.001, betas=", r"\.parameters\(\), not the")(
-    lambda world: npuzero.AdamW(cut(world))
+    lambda world: npuzero.AdamW(shard_toy(world))
 )
 bad("learning_rate for lr", ConfigError, "Did you mean 'lr'")(
-    lambda world: npuzero.AdamW(cut(world).parameters(), learning_rate=0.1)  # type: ignore[call-arg]
+    lambda world: npuzero.AdamW(shard_toy(world).parameters(), learning_rate=0.1)  # type: ignore[call-arg]
 )

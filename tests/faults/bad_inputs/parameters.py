@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import StateError
 from npuzero.comm import World
-from world.toy import ToyGPT, build
+from world.toy import ToyGPT, build_seeded_model
 
-from .case import Table, backward, cut
+from .case import BadInputTable, backward_toy_loss, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad, fine = TABLE.bad, TABLE.fine
 F32 = torch.float32
 
@@ -83,7 +83,7 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 for _name, _read in READS.items():
     bad(f"cut parameter: {_name}", StateError, "norm.weight", "full_state_dict", ranks=2)(
-        lambda world, read=_read: read(cut(world).norm.weight)
+        lambda world, read=_read: read(shard_toy(world).norm.weight)
     )
 
 GRADIENT_READS: dict[str, Callable[[Any], object]] = {
@@ -111,26 +111,26 @@ for _stage in ("zero0", "zero3"):
 
         @bad(f"sharded gradient, {_stage}: {_name}", StateError, "gradient", ranks=2)
         def _(world: World, stage: str = _stage, read: Any = _read) -> None:
-            model = cut(world, plan=stage)
-            backward(model, world)
+            model = shard_toy(world, plan=stage)
+            backward_toy_loss(model, world)
             read(model.norm.weight)
 
 
-def _step(world: World, change: Callable[[Any], object], stage: str, before: bool) -> None:
+def _step_with_change(world: World, change: Callable[[Any], object], stage: str, before: bool) -> None:
     """A step after ``change(model)``, which comes before or after the backward pass."""
-    model = cut(world, plan=stage)
+    model = shard_toy(world, plan=stage)
     optimizer = npuzero.AdamW(model.parameters())
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
     optimizer.zero_grad()
     if before:
         change(model)
-    backward(model, world)
+    backward_toy_loss(model, world)
     if not before:
         change(model)
     optimizer.step()
     optimizer.zero_grad()
-    backward(model, world)
+    backward_toy_loss(model, world)
 
 
 def _set_grad(model: Any) -> None:
@@ -159,7 +159,7 @@ for _stage in ("zero0", "zero1", "zero2", "zero3", "zero3-keep"):
         ("p.grad = ... before backward", _set_grad, True, ("norm.weight", "grad")),
     ]:
         bad(f"{_name} after zero(), {_stage}", StateError, *_says, ranks=2)(
-            lambda world, change=_change, stage=_stage, before=_before: _step(world, change, stage, before)
+            lambda world, change=_change, stage=_stage, before=_before: _step_with_change(world, change, stage, before)
         )
 
 for _stage in ("zero0", "zero3"):
@@ -171,42 +171,42 @@ for _stage in ("zero0", "zero3"):
     }.items():
         _says = (rf"ToyGPT\.{_name.partition(',')[0]}\(\) after npuzero\.zero\(\)", r"before npuzero\.zero\(\)")
         bad(f"who converts, {_stage}: {_name}", StateError, *_says, ranks=2)(
-            lambda world, call=_call, stage=_stage: call(cut(world, plan=stage))
+            lambda world, call=_call, stage=_stage: call(shard_toy(world, plan=stage))
         )
 
     @bad(f"who writes into a gradient, {_stage}: torch's SGD", StateError, r"^torch\.optim\.SGD\.step on", ranks=2)
     def _(world: World, stage: str = _stage) -> None:
-        model = cut(world, plan=stage)
-        backward(model, world)
+        model = shard_toy(world, plan=stage)
+        backward_toy_loss(model, world)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     _why = "no rank has it unsharded" if _stage == "zero3" else "in a buffer of its own"
 
     @bad(f"why, {_stage}", StateError, r"^Tensor\.mul_ on the gradient of norm\.weight, called at", _why, ranks=2)
     def _(world: World, stage: str = _stage) -> None:
-        model = cut(world, plan=stage)
-        backward(model, world)
+        model = shard_toy(world, plan=stage)
+        backward_toy_loss(model, world)
         model.norm.weight.grad.mul_(2)
 
 
 @bad("who reads: an update by hand", StateError, r"^reading the gradient of [\w.]+, called at parameters", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
-    backward(model, world)
+    model = shard_toy(world)
+    backward_toy_loss(model, world)
     0.1 * model.norm.weight.grad
 
 
 @bad("who reads: an optimizer", StateError, r"^torch\.optim\.SGD\.step on", r"Use npuzero\.AdamW", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
 
 
 @bad("who reads: state_dict", StateError, r"^ToyGPT\.state_dict on", "at parameters.py", "npuzero.export", ranks=2)
 def _(world: World) -> None:
-    cut(world).state_dict()
+    shard_toy(world).state_dict()
 
 
 for _name, _call in {
@@ -216,42 +216,44 @@ for _name, _call in {
 }.items():
     for _stage in ("zero0", "zero3"):
         bad(f"{_name} of a cut model, {_stage}", StateError, "full_state_dict", ranks=2)(
-            lambda world, call=_call, stage=_stage: call(cut(world, plan=stage))
+            lambda world, call=_call, stage=_stage: call(shard_toy(world, plan=stage))
         )
 
 for _name, _call in {
     "state_dict": lambda model: model.state_dict(),
-    "load_state_dict": lambda model: model.load_state_dict(build().state_dict()),
+    "load_state_dict": lambda model: model.load_state_dict(build_seeded_model().state_dict()),
     "share_memory": lambda model: model.share_memory(),
     "copy.copy then sum": lambda model: copy.copy(model).norm.weight.sum(),
     "apply init": lambda model: model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None),
 }.items():
-    bad(f"{_name}, sharded model", StateError, "full_state_dict", ranks=2)(lambda world, call=_call: call(cut(world)))
+    bad(f"{_name}, sharded model", StateError, "full_state_dict", ranks=2)(
+        lambda world, call=_call: call(shard_toy(world))
+    )
 
 
-class Encoder(ToyGPT):
+class EncodingToyGPT(ToyGPT):
     def encode(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens) + self.positions
 
 
 @bad("a method outside forward", StateError, "tokens.weight|positions", "forward", ranks=2)
 def _(world: World) -> None:
-    cut(world, model=build(make=Encoder)).encode(torch.zeros(1, 12, dtype=torch.int64))
+    shard_toy(world, model=build_seeded_model(make=EncodingToyGPT)).encode(torch.zeros(1, 12, dtype=torch.int64))
 
 
 @bad("a part of a unit outside forward", StateError, r"blocks\.0", "forward", ranks=2)
 def _(world: World) -> None:
-    cut(world).blocks[0].qkv(torch.zeros(1, 16))
+    shard_toy(world).blocks[0].qkv(torch.zeros(1, 16))
 
 
 @fine("a submodule of the root outside forward")
 def _(world: World) -> None:
-    cut(world).norm(torch.zeros(1, 16))
+    shard_toy(world).norm(torch.zeros(1, 16))
 
 
 @fine("metadata and text of a cut parameter")
 def _(world: World) -> None:
-    p = cut(world).norm.weight
+    p = shard_toy(world).norm.weight
     assert "ShardedParameter" in f"{p}" + repr(p) and (p.shape, p.dtype, p.device.type) == ((16,), F32, "cpu")
     assert (
         p.numel() == len(p) == 16 and p.requires_grad and p.is_leaf and p.grad is None and isinstance(p, nn.Parameter)
@@ -260,15 +262,15 @@ def _(world: World) -> None:
 
 @fine("a cut parameter under gathered()")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     with npuzero.gathered(model):
         assert model.norm.weight.sum() == 16
 
 
 @fine("a whole parameter after a step")
 def _(world: World) -> None:
-    model = cut(world, 1)
+    model = shard_toy(world, 1)
     optimizer = npuzero.AdamW(model.parameters())
-    backward(model, world)
+    backward_toy_loss(model, world)
     optimizer.step()
     assert model.norm.weight.isfinite().all() and not model.norm.weight.equal(torch.ones(16))

@@ -11,30 +11,30 @@ from torch import Tensor
 import npuzero
 from npuzero import PRESETS, StateError
 from npuzero.comm import World
-from world.toy import ToyGPT, build
+from world.toy import ToyGPT, build_seeded_model
 
-from .case import Table, backward, cut, loss_of
+from .case import BadInputTable, backward_toy_loss, bad_input_loss, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad, fine = TABLE.bad, TABLE.fine
 
 
 @bad("step inside backward", StateError, "inside a backward", "after", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     optimizer = npuzero.AdamW(model.parameters())
     model.blocks[1].register_full_backward_hook(lambda *_: optimizer.step())
-    backward(model, world)
+    backward_toy_loss(model, world)
 
 
 @bad("clip inside backward", StateError, "inside a backward", "after", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     model.blocks[1].register_full_backward_hook(lambda *_: npuzero.clip_grad_norm_(model, 1.0) and None)
-    backward(model, world)
+    backward_toy_loss(model, world)
 
 
-class Explode(torch.autograd.Function):
+class ExplodeInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -44,7 +44,7 @@ class Explode(torch.autograd.Function):
         raise ArithmeticError("boom")
 
 
-class Choosy(ToyGPT):
+class SkipsBlockGPT(ToyGPT):
     """Leaves a block out."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Choosy(ToyGPT):
         return self.head(self.norm(x)) * self.scale
 
 
-class Exploding(ToyGPT):
+class ExplodingGPT(ToyGPT):
     explode = True
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -62,31 +62,31 @@ class Exploding(ToyGPT):
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i == 0 and self.explode:
-                x = Explode.apply(x)
+                x = ExplodeInBackward.apply(x)
         return self.head(self.norm(x)) * self.scale
 
 
 @bad("step after a backward that raised", StateError, "zero_grad", ranks=2)
 def _(world: World) -> None:
-    model = cut(world, model=build(make=Exploding))
+    model = shard_toy(world, model=build_seeded_model(make=ExplodingGPT))
     optimizer = npuzero.AdamW(model.parameters())
     with contextlib.suppress(ArithmeticError):
-        backward(model, world)
+        backward_toy_loss(model, world)
     optimizer.step()
 
 
 def _weights_after(world: World, stage: str, faulty: bool) -> dict[str, Tensor]:
     """Weights after two good steps, with a forward, backward and step that fail between them."""
-    model = cut(world, plan=stage, model=build(make=Exploding))
+    model = shard_toy(world, plan=stage, model=build_seeded_model(make=ExplodingGPT))
     optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
     for explode in (False, True, False):
         model.explode = explode
         if not explode:
-            backward(model, world)
+            backward_toy_loss(model, world)
             optimizer.step()
         elif faulty:
             with contextlib.suppress(ArithmeticError):
-                backward(model, world)
+                backward_toy_loss(model, world)
             with contextlib.suppress(IndexError):
                 model(torch.full((1, 12), 1000))
         optimizer.zero_grad()
@@ -103,10 +103,10 @@ for _stage in PRESETS:
 
     @fine(f"a block nobody uses, {_stage}")
     def _(world: World, stage: str = _stage) -> None:
-        model = cut(world, plan=stage, model=build(make=Choosy))
+        model = shard_toy(world, plan=stage, model=build_seeded_model(make=SkipsBlockGPT))
         optimizer = npuzero.AdamW(model.parameters())
         for _ in range(2):
-            backward(model, world)
+            backward_toy_loss(model, world)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -115,15 +115,15 @@ for _stage in ("zero0", "zero1", "zero2"):
 
     @fine(f"a rank without a backward pass, {_stage}")
     def _(world: World, stage: str = _stage) -> None:
-        plain = build()
+        plain = build_seeded_model()
         torchs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        model = cut(world, plan=stage)
+        model = shard_toy(world, plan=stage)
         ours = npuzero.ZeroOptimizer(torch.optim.SGD, [p for p in model.parameters() if p.requires_grad], lr=0.1)
         for takes_part in (range(2), range(1), range(2)):
             for rank in takes_part:
-                (loss_of(plain, rank) / 2).backward()
+                (bad_input_loss(plain, rank) / 2).backward()
                 if rank == world.rank:
-                    backward(model, world)
+                    backward_toy_loss(model, world)
             for optimizer in (torchs, ours):
                 optimizer.step()
                 optimizer.zero_grad()

@@ -14,11 +14,11 @@ import npuzero
 from npuzero import ConfigError, Memory, Placement, Plan, Precision, Settings, checkpoint
 from npuzero.comm import World
 from npuzero.errors import config_error_as
-from world.toy import ToyGPT, build
+from world.toy import ToyGPT, build_seeded_model
 
-from .case import Table, cut
+from .case import BadInputTable, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad = TABLE.bad
 D = ("node", "local")
 F32 = torch.float32
@@ -26,7 +26,7 @@ STATES = Placement(D)
 WHOLE, HOST, NVME = Placement(), Placement(D, Memory.HOST), Placement(D, Memory.NVME)
 
 
-class Integers(nn.Module):
+class IntegerParameter(nn.Module):
     """A parameter that cannot train."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ for _name, _stage in {
     "stage is a tensor": torch.tensor(3),
 }.items():
     bad(_name, ConfigError, "zero1.5", re.escape(repr(_stage)))(
-        lambda world, stage=_stage: cut(world, plan=stage) if isinstance(stage, str) else cut(world, stage)
+        lambda world, stage=_stage: shard_toy(world, plan=stage) if isinstance(stage, str) else shard_toy(world, stage)
     )
 
 for _name, _make, _says in [
@@ -114,33 +114,33 @@ for _name, _make, _says in [
     ("predict indivisible", lambda: npuzero.predict(ToyGPT(), "hsdp", 8, local_size=3), ("divides", "8", "3")),
     ("predict no module", lambda: npuzero.predict([3], 3, 8), ("Module", "list")),
     ("predict micro_batches 0", lambda: npuzero.predict(ToyGPT(), 3, 8, micro_batches=0), ("micro_batches", "0")),
-    ("predict int parameters", lambda: npuzero.predict(Integers(), 3, 8), ("numbers", "int32")),
+    ("predict int parameters", lambda: npuzero.predict(IntegerParameter(), 3, 8), ("numbers", "int32")),
 ]:  # fmt: skip
     bad(_name, ConfigError, *_says)(lambda world, make=_make: make())
 
 
-bad("files without a folder", ConfigError, "nvme_paths")(lambda world: cut(world, plan="infinity-states"))
+bad("files without a folder", ConfigError, "nvme_paths")(lambda world: shard_toy(world, plan="infinity-states"))
 bad("files in no folder", ConfigError, "/not/there")(
-    lambda world: cut(world, plan="infinity-states", settings=Settings(nvme_paths=("/not/there",)))
+    lambda world: shard_toy(world, plan="infinity-states", settings=Settings(nvme_paths=("/not/there",)))
 )
 
 #: What somebody writes, and the word that he is asked for.
 MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {
-    "plan='zero-3'": (lambda world: cut(world, plan="zero-3"), "'zero3'"),
-    "plan='ZeRO-2'": (lambda world: cut(world, plan="ZeRO-2"), "'zero2'"),
+    "plan='zero-3'": (lambda world: shard_toy(world, plan="zero-3"), "'zero3'"),
+    "plan='ZeRO-2'": (lambda world: shard_toy(world, plan="ZeRO-2"), "'zero2'"),
     "plan='zero-offload'": (lambda world: Plan.preset("zero-offload"), "'offload'"),
-    "offload='NVME'": (lambda world: cut(world, 3, offload="NVME"), "'nvme'"),
-    "plan='fsdp'": (lambda world: cut(world, plan="fsdp"), "'zero3'"),
-    "stage='1.5'": (lambda world: cut(world, "1.5"), "'zero1.5'"),
-    "a unit's preset": (lambda world: cut(world, unit_plans={"blocks.1": "zero-1"}), "'zero1'"),
-    "a unit's name": (lambda world: cut(world, unit_plans={"block.1": "zero1"}), "'blocks.1'"),
+    "offload='NVME'": (lambda world: shard_toy(world, 3, offload="NVME"), "'nvme'"),
+    "plan='fsdp'": (lambda world: shard_toy(world, plan="fsdp"), "'zero3'"),
+    "stage='1.5'": (lambda world: shard_toy(world, "1.5"), "'zero1.5'"),
+    "a unit's preset": (lambda world: shard_toy(world, unit_plans={"blocks.1": "zero-1"}), "'zero1'"),
+    "a unit's name": (lambda world: shard_toy(world, unit_plans={"block.1": "zero1"}), "'blocks.1'"),
     "predict(plan='zero-3')": (lambda world: npuzero.predict(ToyGPT(), "zero-3", 8), "'zero3'"),
-    "precision='bfloat16'": (lambda world: cut(world, precision="bfloat16"), "'bf16'"),
-    "precision='float16'": (lambda world: cut(world, precision="float16"), "'fp16'"),
-    "precision='bf16_split'": (lambda world: cut(world, precision="bf16_split"), "'bf16-split'"),
+    "precision='bfloat16'": (lambda world: shard_toy(world, precision="bfloat16"), "'bf16'"),
+    "precision='float16'": (lambda world: shard_toy(world, precision="float16"), "'fp16'"),
+    "precision='bf16_split'": (lambda world: shard_toy(world, precision="bf16_split"), "'bf16-split'"),
     "Precision('bf16')": (lambda world: Precision("bf16"), "torch.bfloat16"),  # type: ignore[arg-type]
     "Precision(masters=)": (lambda world: Precision(torch.bfloat16, masters="spilt"), "'split'"),
-    "AdamW(moments=)": (lambda world: npuzero.AdamW(build().parameters(), moments="int-8"), "'int8'"),
+    "AdamW(moments=)": (lambda world: npuzero.AdamW(build_seeded_model().parameters(), moments="int-8"), "'int8'"),
     "an axis": (lambda world: Plan(states=Placement(("noed",))), "'node'"),
 }
 for _name, (_call, _meant) in MISSPELT.items():
@@ -148,9 +148,9 @@ for _name, (_call, _meant) in MISSPELT.items():
 
 #: A keyword that nobody takes, in a call of its own, and the one that is meant.
 KEYWORDS: dict[str, tuple[Callable[[World], object], str]] = {
-    "zero(stge=)": (lambda world: cut(world, stge=3), "stage"),
-    "zero(preset=)": (lambda world: cut(world, preset="zero3"), "plan"),
-    "zero(prefetch=)": (lambda world: cut(world, prefetch=2), "settings=Settings(prefetch=...)"),
+    "zero(stge=)": (lambda world: shard_toy(world, stge=3), "stage"),
+    "zero(preset=)": (lambda world: shard_toy(world, preset="zero3"), "plan"),
+    "zero(prefetch=)": (lambda world: shard_toy(world, prefetch=2), "settings=Settings(prefetch=...)"),
     "init(devise=)": (lambda world: npuzero.init(devise="cpu"), "device"),
     "Settings(prefech=)": (lambda world: npuzero.Settings(prefech=2), "prefetch"),
     "Plan(gradient=)": (lambda world: Plan(gradient=STATES), "gradients"),
@@ -173,29 +173,29 @@ for _name, (_call, _meant) in KEYWORDS.items():
 
 @bad("world not divisible by local_size", ConfigError, "divides the world of 3", "2", ranks=3)
 def _(world: World) -> None:
-    cut(world, plan="hsdp", local_size=2)
+    shard_toy(world, plan="hsdp", local_size=2)
 
 
 @bad("stage and plan together", ConfigError, "stage=3", "zero2")
 def _(world: World) -> None:
-    cut(world, 3, plan="zero2")
+    shard_toy(world, 3, plan="zero2")
 
 
 @bad("tf32 on the CPU", ConfigError, "precision.matmul on cpu", "ieee", "'tf32'", ranks=2)
 def _(world: World) -> None:
-    cut(world, 3, precision="tf32")
+    shard_toy(world, 3, precision="tf32")
 
 
 @bad("Plan and precision together", ConfigError, "precision")
 def _(world: World) -> None:
-    cut(world, plan=Plan.preset(3), precision="bf16")
+    shard_toy(world, plan=Plan.preset(3), precision="bf16")
 
 
 @bad("Plan and local_size together", ConfigError, "local_size")
 def _(world: World) -> None:
-    cut(world, plan=Plan.preset(3), local_size=2)
+    shard_toy(world, plan=Plan.preset(3), local_size=2)
 
 
 @bad("world is a number", ConfigError, "World", "2")
 def _(world: World) -> None:
-    npuzero.zero(build(), 3, world=2)  # type: ignore[arg-type]
+    npuzero.zero(build_seeded_model(), 3, world=2)  # type: ignore[arg-type]

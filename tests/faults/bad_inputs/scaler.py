@@ -12,9 +12,9 @@ import npuzero
 from npuzero import CheckpointError, ConfigError, StateError
 from npuzero.comm import World
 
-from .case import Table, cut, loss_of
+from .case import BadInputTable, bad_input_loss, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad = TABLE.bad
 
 for _name, _options, _says in [
@@ -35,24 +35,24 @@ for _name, _options, _says in [
     )
 
 
-def scaled(world: World, scaler: Any) -> Any:
+def scaled_backward_optimizer(world: World, scaler: Any) -> Any:
     """After a scaled backward pass of a cut model: its optimizer."""
-    model = cut(world, 3)
+    model = shard_toy(world, 3)
     optimizer = npuzero.AdamW(model.parameters())
-    scaler.scale(loss_of(model, world.rank)).backward()
+    scaler.scale(bad_input_loss(model, world.rank)).backward()
     return optimizer
 
 
 @bad("torch's GradScaler on a sharded model", StateError, "gradient of scale", r"npuzero\.LossScaler", ranks=2)
 def _(world: World) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    scaler.step(scaled(world, scaler))
+    scaler.step(scaled_backward_optimizer(world, scaler))
 
 
 @bad("unscale_ twice", StateError, r"LossScaler\.unscale_", "once", "unscaled", ranks=2)
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()
-    optimizer = scaled(world, scaler)
+    optimizer = scaled_backward_optimizer(world, scaler)
     scaler.unscale_(optimizer)
     scaler.unscale_(optimizer)
 
@@ -60,7 +60,7 @@ def _(world: World) -> None:
 @bad("scaler stepped twice", StateError, r"LossScaler\.step", "once", "stepped", ranks=2)
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()
-    optimizer = scaled(world, scaler)
+    optimizer = scaled_backward_optimizer(world, scaler)
     scaler.step(optimizer)
     scaler.step(optimizer)
 
@@ -68,7 +68,7 @@ def _(world: World) -> None:
 @bad("unscale_ without gradients", StateError, r"LossScaler\.unscale_", "none on any rank", ranks=2)
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()
-    optimizer = scaled(world, scaler)
+    optimizer = scaled_backward_optimizer(world, scaler)
     optimizer.zero_grad()
     scaler.unscale_(optimizer)
 
@@ -88,13 +88,13 @@ def _(world: World) -> None:
 @bad("scaler steps with a closure", StateError, r"LossScaler\.step", "closure")
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()
-    scaler.step(scaled(world, scaler), lambda: None)
+    scaler.step(scaled_backward_optimizer(world, scaler), lambda: None)
 
 
 @bad("scaler pickled within a step", StateError, "update")
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()
-    scaler.unscale_(scaled(world, scaler))
+    scaler.unscale_(scaled_backward_optimizer(world, scaler))
     pickle.dumps(scaler)
 
 

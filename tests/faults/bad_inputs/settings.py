@@ -8,9 +8,9 @@ import npuzero
 from npuzero import CollectiveError, ConfigError, Settings, config
 from npuzero.comm import World
 
-from .case import Table, cut
+from .case import BadInputTable, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad = TABLE.bad
 
 for _name, _make, _says in [
@@ -22,10 +22,14 @@ for _name, _make, _says in [
     ("bucket 0", lambda: Settings(bucket_bytes=0), ("bucket_bytes", "from 1")),
     ("settings is a list", lambda: Settings.from_dict([1]), ("mapping",)),
     ("settings replaced by unknown", lambda: Settings().replace(overlapp=True), ("overlapp", "'overlap'")),
-    ("variable unknown", lambda: config.environment({"NPUZERO_BACKENDS": "native"}), ("BACKENDS", "NPUZERO_BACKEND'")),
-    ("variable's value unknown", lambda: config.environment({"NPUZERO_BACKEND": "fast"}), ("native, refer", "fast")),
-    ("instruction set unknown", lambda: config.environment({"NPUZERO_ISA": "sse9"}), ("NPUZERO_ISA", "avx2", "sse9")),
-    ("variable no number", lambda: config.environment({"NPUZERO_TIMEOUT_S": "soon"}), ("TIMEOUT_S", "number", "soon")),
+    ("variable unknown", lambda: config.read_environment({"NPUZERO_BACKENDS": "native"}), ("BACKENDS",
+        "NPUZERO_BACKEND'")),
+    ("variable's value unknown", lambda: config.read_environment({"NPUZERO_BACKEND": "fast"}), ("native, refer",
+        "fast")),
+    ("instruction set unknown", lambda: config.read_environment({"NPUZERO_ISA": "sse9"}), ("NPUZERO_ISA", "avx2",
+        "sse9")),
+    ("variable no number", lambda: config.read_environment({"NPUZERO_TIMEOUT_S": "soon"}), ("TIMEOUT_S", "number",
+        "soon")),
     ("init timeout is text", lambda: npuzero.init("cpu", timeout_s="10"), ("timeout_s", "'10'")),
     ("init timeout -1", lambda: npuzero.init("cpu", timeout_s=-1), ("timeout_s", "-1")),
     ("device unknown", lambda: npuzero.init("tpu"), ("npu, cuda, cpu", "tpu")),
@@ -69,4 +73,4 @@ def _(world: World) -> None:
 
 @bad("settings is a dict", ConfigError, "Settings", "dict")
 def _(world: World) -> None:
-    cut(world, settings={"overlap": True})
+    shard_toy(world, settings={"overlap": True})

@@ -11,17 +11,17 @@ import torch
 import npuzero
 from npuzero import CheckpointError, StateError
 from npuzero.comm import World
-from world.toy import build
+from world.toy import build_seeded_model
 
-from .case import Table, cut, loss_of
+from .case import BadInputTable, bad_input_loss, shard_toy
 
-TABLE = Table()
+TABLE = BadInputTable()
 bad = TABLE.bad
 
 
-def _load(world: World, change: Callable[[dict[str, Any]], object]) -> None:
-    state = build().state_dict()
-    model = cut(world)
+def _load_changed_state(world: World, change: Callable[[dict[str, Any]], object]) -> None:
+    state = build_seeded_model().state_dict()
+    model = shard_toy(world)
     npuzero.load_full_state_dict(model, change(state) or state)  # type: ignore[arg-type]
 
 
@@ -41,48 +41,48 @@ for _name, _change, _says in [
     ("on meta", lambda state: state.update({"norm.weight": torch.ones(16, device="meta")}), ("norm.weight", "meta")),
 ]:
     bad(f"load_full_state_dict: {_name}", CheckpointError, *_says, ranks=2)(
-        lambda world, change=_change: _load(world, change)
+        lambda world, change=_change: _load_changed_state(world, change)
     )
 
 
 @bad("load_full_state_dict: name missing on one rank", CheckpointError, "scale", ranks=2)
 def _(world: World) -> None:
-    _load(world, lambda state: state.pop("scale") and None if world.rank else None)
+    _load_changed_state(world, lambda state: state.pop("scale") and None if world.rank else None)
 
 
 def _load_optimizer(world: World, change: Callable[[Any], object], kind: Any = torch.optim.AdamW) -> None:
-    plain = build()
+    plain = build_seeded_model()
     optimizer = kind(plain.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-    loss_of(plain).backward()
+    bad_input_loss(plain).backward()
     optimizer.step()
     state = optimizer.state_dict()
     state = change(state) or state
-    npuzero.AdamW(cut(world).parameters()).load_state_dict(state)
+    npuzero.AdamW(shard_toy(world).parameters()).load_state_dict(state)
 
 
-def _first(state: Any) -> Any:
+def _first_param_state(state: Any) -> Any:
     return next(iter(state["state"].values()))
 
 
-def _last(state: Any) -> Any:
+def _last_param_state(state: Any) -> Any:
     return list(state["state"].values())[-1]
 
 
-def _group(state: Any) -> None:
+def _drop_group_param(state: Any) -> None:
     state["param_groups"][0]["params"].pop()
 
 
-def _two_groups(state: Any) -> None:
+def _add_empty_group(state: Any) -> None:
     state["param_groups"].append({**state["param_groups"][0], "params": []})
 
 
 for _name, _change, _says in [
-    ("a parameter fewer", _group, ("groups of", "groups")),
-    ("a group more", _two_groups, ("groups",)),
-    ("wrong shape", lambda state: _first(state).update(exp_avg=torch.ones(3)), ("exp_avg", "3")),
-    ("wrong shape of a vector", lambda state: _last(state).update(exp_avg=torch.ones(())), ("exp_avg",)),
-    ("moment missing", lambda state: _first(state).pop("exp_avg_sq") and None, ("exp_avg_sq",)),
-    ("step missing", lambda state: _first(state).pop("step") and None, ("step",)),
+    ("a parameter fewer", _drop_group_param, ("groups of", "groups")),
+    ("a group more", _add_empty_group, ("groups",)),
+    ("wrong shape", lambda state: _first_param_state(state).update(exp_avg=torch.ones(3)), ("exp_avg", "3")),
+    ("wrong shape of a vector", lambda state: _last_param_state(state).update(exp_avg=torch.ones(())), ("exp_avg",)),
+    ("moment missing", lambda state: _first_param_state(state).pop("exp_avg_sq") and None, ("exp_avg_sq",)),
+    ("step missing", lambda state: _first_param_state(state).pop("step") and None, ("step",)),
     ("no groups", lambda state: state.pop("param_groups") and None, ("param_groups",)),
     ("no mapping", lambda state: [state], ("list",)),
 ]:
@@ -98,18 +98,18 @@ def _(world: World) -> None:
 
 @bad("a checkpoint that is a file", CheckpointError, "got a file", r"torch\.load", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         npuzero.checkpoint.load(file.name, model)
 
 
 @bad("extra of a class of one's own", CheckpointError, r"dict: one that needs .*ToyGPT\. ", "state_dict")
 def _(world: World) -> None:
-    model = cut(world)
+    model = shard_toy(world)
     with tempfile.TemporaryDirectory() as folder:
-        npuzero.checkpoint.save(folder, model, step=1, extra={"model": build()})
+        npuzero.checkpoint.save(folder, model, step=1, extra={"model": build_seeded_model()})
 
 
 bad("a folder for the model", StateError, r"got 'run' \(str\)")(
-    lambda world: npuzero.checkpoint.save(cut(world), "run", step=1)  # type: ignore[arg-type]
+    lambda world: npuzero.checkpoint.save(shard_toy(world), "run", step=1)  # type: ignore[arg-type]
 )

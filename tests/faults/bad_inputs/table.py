@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain
 
 from . import clipping, collectives_and_ops, models, optimizers, parameters, passes, plans, scaler, settings, states
-from .case import Case, Table
+from .case import BadInput, BadInputTable
 
-TABLES: tuple[Table, ...] = (
+TABLES: tuple[BadInputTable, ...] = (
     plans.TABLE,
     scaler.TABLE,
     settings.TABLE,
@@ -19,5 +19,5 @@ TABLES: tuple[Table, ...] = (
     states.TABLE,
     collectives_and_ops.TABLE,
 )
-CASES: dict[str, Case] = dict(chain.from_iterable(table.items() for table in TABLES))
+CASES: dict[str, BadInput] = dict(chain.from_iterable(table.items() for table in TABLES))
 assert len(CASES) == sum(map(len, TABLES)), "two rows have one name"

@@ -15,8 +15,8 @@ from npu.fake import libraries
 BOUND = os.environ.get("FAKE_NPU") == "1" and importlib.util.find_spec("torch_npu") is not None
 
 if BOUND:
-    libraries.build()
-    libraries.load()
+    libraries.build_fake_cann()
+    libraries.load_fake_cann()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

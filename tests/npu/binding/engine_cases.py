@@ -20,9 +20,9 @@ import npuzero
 from npu.fake import compute
 from npuzero.comm import World
 from npuzero.plan import LOCAL, NODE, OFFLOADED, OFFLOADS, Memory, Placement, Plan, Precision
-from world.parity_ranks import STAGES, digest
-from world.toy import Recipe, build, groups_of, loss_of, tokens_of
-from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
+from world.parity_ranks import STAGES, state_digest
+from world.toy import TrainingRecipe, build_seeded_model, toy_loss, toy_param_groups, toy_tokens
+from world.train import CutSession, Session, State, assert_same_bits, run_cut, train_by_recipe
 
 Scenario = Callable[[Session], State]
 
@@ -41,9 +41,9 @@ def with_scaler(session: Session) -> State:
 
 
 #: Two micro-batches would change the order of sums between plans.
-STEPS = Recipe(steps=3, clip=0.5, groups=True)
-RECIPE = partial(train, recipe=STEPS)
-MICRO_BATCHES = partial(train, recipe=Recipe(steps=2, micro_batches=3, clip=0.5, groups=True))
+STEPS = TrainingRecipe(steps=3, clip=0.5, groups=True)
+RECIPE = partial(train_by_recipe, recipe=STEPS)
+MICRO_BATCHES = partial(train_by_recipe, recipe=TrainingRecipe(steps=2, micro_batches=3, clip=0.5, groups=True))
 IN_8_BITS = Precision(moments="int8")
 
 
@@ -52,49 +52,49 @@ class NpuSession(CutSession):
 
     def __init__(self, world: World, **options: Any) -> None:
         self.device = world.device
-        super().__init__(build().to(world.device), world, **options)
+        super().__init__(build_seeded_model().to(world.device), world, **options)
 
     def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
         (rank,) = self.ranks
-        return loss_of(self.model, tokens_of(step, micro_batch, rank).to(self.device), **options)
+        return toy_loss(self.model, toy_tokens(step, micro_batch, rank).to(self.device), **options)
 
     def state(self) -> State:
         return {name: value.cpu() for name, value in super().state().items()}
 
 
-def trained(world: World, scenario: Scenario, **options: Any) -> State:
+def train_npu_session(world: World, scenario: Scenario, **options: Any) -> State:
     session = NpuSession(world, **options)
     norms = scenario(session)
     return {name: value.cpu() for name, value in norms.items()} | session.state()
 
 
-def on_cpu(scenario: Scenario, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+def train_on_cpu(scenario: Scenario, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """What the same training gives on two ranks that are threads: its digest and values. Without torch_npu."""
     torch.set_num_threads(1)
     state = run_cut(scenario, 2, plan=plan, **options)[0]
-    return digest({name: value.float() for name, value in state.items()}), _values(state)
+    return state_digest({name: value.float() for name, value in state.items()}), _values_as_lists(state)
 
 
-def _values(state: State) -> dict[str, Any]:
+def _values_as_lists(state: State) -> dict[str, Any]:
     return {name: value.float().flatten().tolist() for name, value in state.items()}
 
 
-def stages(world: World) -> dict[str, str]:
+def digest_stages(world: World) -> dict[str, str]:
     """Digests of what each plan trains; the stages to the same bits."""
-    compute.serve()
-    states = {plan: trained(world, RECIPE, plan=plan) for plan in STAGES}
+    compute.compute_on_host()
+    states = {plan: train_npu_session(world, RECIPE, plan=plan) for plan in STAGES}
     for state in states.values():
         assert_same_bits(state, states["zero0"])
-    states["micro-batches"] = trained(world, MICRO_BATCHES, plan="zero3")
-    return {name: digest(state) for name, state in states.items()}
+    states["micro-batches"] = train_npu_session(world, MICRO_BATCHES, plan="zero3")
+    return {name: state_digest(state) for name, state in states.items()}
 
 
-def far(world: World) -> dict[str, str]:
+def digest_offloaded(world: World) -> dict[str, str]:
     """Digests where states and gradients rest on the host, or states in files: copies go over pinned memory."""
-    compute.serve()
+    compute.compute_on_host()
     rows = {name: Plan.preset("zero3").offloaded(name) for name in OFFLOADS}
     return {
-        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=_settings()))
+        f"{name}, {what}": state_digest(train_npu_session(world, scenario, plan=row, settings=_npu_settings()))
         for name, row in rows.items()
         for what, scenario in (("plain", RECIPE), ("micro-batches", MICRO_BATCHES))
     }
@@ -102,32 +102,32 @@ def far(world: World) -> dict[str, str]:
 
 def by_device(world: World) -> dict[str, str]:
     """Digests where the device's kernels update what rests far, at the addresses that the device has for it."""
-    compute.serve()
-    settings = _settings(update_on="device")
+    compute.compute_on_host()
+    settings = _npu_settings(update_on="device")
     plans = {
         "host": Plan.preset("zero3").offloaded("host"),
         "nvme": Plan.preset("zero3").offloaded("nvme"),
         "share": replace(Plan.preset("zero1"), states=Placement((NODE, LOCAL), Memory.HOST, share=0.6)),
     }
-    states = {name: trained(world, RECIPE, plan=plan, settings=settings) for name, plan in plans.items()}
-    states["scaler"] = trained(world, with_scaler, plan=plans["host"], settings=settings)
+    states = {name: train_npu_session(world, RECIPE, plan=plan, settings=settings) for name, plan in plans.items()}
+    states["scaler"] = train_npu_session(world, with_scaler, plan=plans["host"], settings=settings)
     coded = {"plan": Plan.preset("zero3", precision=IN_8_BITS).offloaded("nvme"), "settings": settings}
-    states["8 bits"] = trained(world, RECIPE, **coded)
-    return {name: digest(state) for name, state in states.items()}
+    states["8 bits"] = train_npu_session(world, RECIPE, **coded)
+    return {name: state_digest(state) for name, state in states.items()}
 
 
-def _settings(**options: Any) -> npuzero.Settings:
+def _npu_settings(**options: Any) -> npuzero.Settings:
     folder = tempfile.mkdtemp(dir=Path.cwd())  # /tmp may be memory
     atexit.register(os.rmdir, folder)  # what is stored has no names
     return npuzero.Settings(chunk_bytes=3000, nvme_paths=(folder,), **options)
 
 
-def copies(world: World) -> dict[str, list[dict[str, int]]]:
+def measure_host_copies(world: World) -> dict[str, list[dict[str, int]]]:
     """Bytes of a steady step between the device and pinned memory: as the device counts them, and as foretold."""
-    compute.serve()
+    compute.compute_on_host()
     found = {}
     for name in OFFLOADED:
-        settings = _settings()
+        settings = _npu_settings()
         session = NpuSession(world, plan=name, precision="bf16", settings=settings)
         optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
         for step in range(3):
@@ -140,7 +140,9 @@ def copies(world: World) -> dict[str, list[dict[str, int]]]:
             counted = dict(compute.copied)
             optimizer.zero_grad()
         plan = Plan.preset(name, precision="bf16")
-        foretold = npuzero.predict(build(), plan, world.size, micro_batches=2, settings=settings).bytes_moved
+        foretold = npuzero.predict(
+            build_seeded_model(), plan, world.size, micro_batches=2, settings=settings
+        ).bytes_moved
         found[name] = [counted, {link: foretold[link] for link in ("device>host", "host>device")}]
         session.state()
     return found
@@ -148,26 +150,26 @@ def copies(world: World) -> dict[str, list[dict[str, int]]]:
 
 def away(world: World) -> dict[str, str]:
     """Digests where all of the training state leaves the device in each step; nothing of it stays there."""
-    compute.serve()
+    compute.compute_on_host()
     states = {}
     for plan in ("zero1", "zero3", "offload3"):
         session = NpuSession(world, plan=plan)
-        optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, STEPS), lr=1e-2)
+        optimizer = session.optimizer(torch.optim.AdamW, toy_param_groups(session.model, STEPS), lr=1e-2)
         norms = []
         for step in range(STEPS.steps):
             loss = session.loss(step)
             loss.backward()
             del loss
-            _leave(session)
+            _leave_device(session)
             norms.append(session.clip(0.5))
             optimizer.step()
-            _leave(session)
+            _leave_device(session)
             optimizer.zero_grad()
         states[plan] = {"gradient norms": torch.stack(norms).cpu()} | session.state()
-    return {name: digest(state) for name, state in states.items()}
+    return {name: state_digest(state) for name, state in states.items()}
 
 
-def _leave(session: NpuSession) -> None:
+def _leave_device(session: NpuSession) -> None:
     large = torch.npu.memory_allocated()
     with npuzero.offloaded(session.model):
         held = npuzero.report(session.model).held
@@ -177,33 +179,35 @@ def _leave(session: NpuSession) -> None:
         assert torch.npu.memory_reserved() - left < 2**21, "what torch's allocator keeps is given back, too"
 
 
-def together(world: World) -> dict[str, Any]:
+def run_engine_cases(world: World) -> dict[str, Any]:
     """What each of these cases returns, by name."""
-    return {case.__name__: case(world) for case in (away, stages, far, by_device, copies)}
+    return {
+        case.__name__: case(world) for case in (away, digest_stages, digest_offloaded, by_device, measure_host_copies)
+    }
 
 
 def other_states(world: World) -> dict[str, str]:
     """Digests where moments are codes, and where the device counts steps."""
-    compute.serve()
-    coded = trained(world, RECIPE, plan="zero3", precision=IN_8_BITS)
-    return {"8 bits": digest(coded), "scaler": digest(trained(world, with_scaler, plan="zero3"))}
+    compute.compute_on_host()
+    coded = train_npu_session(world, RECIPE, plan="zero3", precision=IN_8_BITS)
+    return {"8 bits": state_digest(coded), "scaler": state_digest(train_npu_session(world, with_scaler, plan="zero3"))}
 
 
 def low_precision(world: World) -> dict[str, Any]:
     """Values in bfloat16, to be compared within a bound: hccl rounds sums of bfloat16 wires to bfloat16."""
-    compute.serve()
-    state = trained(world, RECIPE, plan="zero3", precision="bf16")
-    return _values(state)
+    compute.compute_on_host()
+    state = train_npu_session(world, RECIPE, plan="zero3", precision="bf16")
+    return _values_as_lists(state)
 
 
-def steady_step(world: World) -> tuple[int, list[str]]:
+def measure_steady_step(world: World) -> tuple[int, list[str]]:
     """A step reads nothing of the device on the host, neither to decide nor to wait: without and with a loss scaler.
 
     Returns:
         Bytes of control, and the operators of the optimizer's part that torch_npu has no kernel for: it runs those on
         the host.
     """
-    compute.serve()
+    compute.compute_on_host()
     sent, called = 0, set()
     for scaler in (npuzero.LossScaler(enabled=False), npuzero.LossScaler(init_scale=2.0**12)):
         session = NpuSession(world, plan="zero3")
@@ -211,7 +215,7 @@ def steady_step(world: World) -> tuple[int, list[str]]:
 
         def step(number: int, scaler: Any = scaler, session: NpuSession = session, optimizer: Any = optimizer) -> None:
             scaler.scale(session.loss(number)).backward()
-            with Operators() as operators:
+            with OperatorNames() as operators:
                 scaler.unscale_(optimizer)
                 session.clip(0.5)
                 scaler.step(optimizer)
@@ -221,7 +225,7 @@ def steady_step(world: World) -> tuple[int, list[str]]:
 
         for number in range(2):
             step(number)
-        with compute.unread():
+        with compute.forbid_host_reads():
             for number in range(2, 4):
                 step(number)
         assert torch.isfinite(torch.cat([value.flatten() for value in session.state().values()])).all()
@@ -230,7 +234,7 @@ def steady_step(world: World) -> tuple[int, list[str]]:
     return sent, sorted(name for name in called if not _has_kernel(name))
 
 
-class Operators(TorchDispatchMode):
+class OperatorNames(TorchDispatchMode):
     """The names of torch's operators that are called inside."""
 
     def __init__(self) -> None:

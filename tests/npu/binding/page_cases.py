@@ -24,9 +24,9 @@ CALLS = {
 }
 
 
-def attention(_world: World) -> list[str]:
+def find_fused_attention(_world: World) -> list[str]:
     """The calls of scaled_dot_product_attention that end in CANN's fused operator, which the fake device lacks."""
-    compute.serve()
+    compute.compute_on_host()
     fused = []
     for name, (dtype, key_heads, width, mask_dtype) in CALLS.items():
         query, key, value = (
@@ -43,13 +43,13 @@ def attention(_world: World) -> list[str]:
     return fused
 
 
-def program(world: World) -> list[Any]:
+def run_ascend_program(world: World) -> list[Any]:
     """Run it in this process; attention, which is CANN's, by other operators.
 
     Returns:
         How attention was called, each way once: whether without a mask, whether causal.
     """
-    compute.serve()
+    compute.compute_on_host()
     ways = set()
 
     def by_parts(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, **how: Any):

@@ -1,6 +1,7 @@
 """Starts ranks as processes on the fake device.
 
-python -m npu.binding.ranks npu.binding.hccl_cases:verbs ANSWER     what each runs, with a launcher's variables
+python -m npu.binding.ranks npu.binding.hccl_cases:check_every_verb ANSWER     what each runs, with a launcher's
+variables
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from npu.fake import libraries
 
 #: What ranks have to end by themselves when another has failed, and to say where they are when they are told to end.
 _GRACE_S = 5.0
-#: Longer than any run, which ends by `run` alone: a rank that gives up knows neither what became of the others nor
+#: Longer than any run, which ends by `run_npu_ranks` alone: a rank that gives up knows neither what became of the
+#: others nor
 #: whether the machine has been at a standstill or busy elsewhere, which a collective's timeout takes for a dead rank.
 _TIMEOUT_S = 3600
 
 
-def run(case: str, size: int, folder: Path, limit_s: float = 240.0, **variables: str) -> list[Any]:
+def run_npu_ranks(case: str, size: int, folder: Path, limit_s: float = 240.0, **variables: str) -> list[Any]:
     """What `module:function` of `npu.binding` returns on each of `size` ranks, called with the world.
 
     Fails with what all ranks have put out: one that waits in vain for another may well be the first to give up. What
@@ -51,13 +53,13 @@ def run(case: str, size: int, folder: Path, limit_s: float = 240.0, **variables:
         with (folder / f"{rank}.txt").open("w") as output:
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     try:
-        _wait(ranks, limit_s, until_one_fails=True)
+        _wait_for_processes(ranks, limit_s, until_one_fails=True)
         if any(rank.returncode for rank in ranks):
-            _wait(ranks, _GRACE_S)
+            _wait_for_processes(ranks, _GRACE_S)
         late = [rank for rank in ranks if rank.poll() is None]
         for rank in late:
             rank.send_signal(signal.SIGABRT)
-        _wait(late, _GRACE_S)
+        _wait_for_processes(late, _GRACE_S)
     finally:
         for rank in ranks:
             rank.kill()
@@ -71,7 +73,7 @@ def run(case: str, size: int, folder: Path, limit_s: float = 240.0, **variables:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float, until_one_fails: bool = False) -> None:
+def _wait_for_processes(ranks: list[subprocess.Popen[bytes]], limit_s: float, until_one_fails: bool = False) -> None:
     """Wait until all have ended, or one has failed, if that is enough."""
     end = time.monotonic() + limit_s
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < end:
@@ -83,7 +85,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float, until_one_fails:
 def _main(case: str, answer: str) -> None:
     faulthandler.enable()  # whatever ends it, a signal from outside included
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would stay in this folder
-    libraries.load()
+    libraries.load_fake_cann()
     import torch
 
     import npuzero

@@ -13,10 +13,10 @@ import pytest
 from npu.fake import libraries
 
 
-def check(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_npu_check(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`npuzero check`; it and the processes that it starts are on the fake device."""
     paths = [str(libraries.HERE / "site"), str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    named = {"NPUZERO_NPU_KERNELS": str(libraries.kernels()), "FAKE_HCCL_LOG": str(folder / "hccl.log")}
+    named = {"NPUZERO_NPU_KERNELS": str(libraries.build_fake_kernels()), "FAKE_HCCL_LOG": str(folder / "hccl.log")}
     environment = {**os.environ, **named, "PYTHONPATH": os.pathsep.join(paths), **variables}
     command = [sys.executable, "-m", "npuzero", "check", "--device", "npu", "--quick", "--out", str(folder), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
@@ -24,7 +24,7 @@ def check(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 @pytest.mark.slow
 def test_ops_collectives_and_bandwidths_are_in_the_report(tmp_path):
-    done = check(tmp_path, "--ranks", "2")
+    done = run_npu_check(tmp_path, "--ranks", "2")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     for part, least in (("setup", 2), ("ops", 130), ("collectives", 25)):
@@ -57,7 +57,7 @@ def test_ops_collectives_and_bandwidths_are_in_the_report(tmp_path):
 
 @pytest.mark.slow
 def test_without_kernels_the_report_says_so(tmp_path):
-    done = check(tmp_path, "--ranks", "1", NPUZERO_NPU_KERNELS="", XDG_CACHE_HOME=str(tmp_path))
+    done = run_npu_check(tmp_path, "--ranks", "1", NPUZERO_NPU_KERNELS="", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 2, done.stderr
     entries = json.loads((tmp_path / "report.json").read_text())["ops"]
     told = [entry["first"][0] for entry in entries if entry["wrong"]]

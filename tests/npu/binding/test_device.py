@@ -17,14 +17,14 @@ from npuzero.info import info
 from npuzero.memory import DeviceSpace
 
 
-def on_device(*shape: int) -> torch.Tensor:
+def npu_arange(*shape: int) -> torch.Tensor:
     numel = torch.Size(shape).numel()
     return torch.arange(float(numel)).view(shape).to("npu:0")
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_fake_npu_code(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: after an operator's error torch_npu does nothing more, and with other settings."""
-    head = "from npu.fake import libraries; libraries.load()\nimport torch, torch_npu\n"
+    head = "from npu.fake import libraries; libraries.load_fake_cann()\nimport torch, torch_npu\n"
     paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     command = [sys.executable, "-c", head + code]
@@ -32,7 +32,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_values_go_there_and_back(npu):
-    tensor = on_device(4, 5)
+    tensor = npu_arange(4, 5)
     assert str(tensor.device) == "npu:0" and tensor.is_contiguous()
     assert torch.equal(tensor.cpu(), torch.arange(20.0).view(4, 5))
     assert torch.equal(tensor[1:3].cpu(), torch.arange(5.0, 15.0).view(2, 5))  # a view keeps its place
@@ -51,7 +51,7 @@ def test_fresh_memory_is_not_zero(npu):
 
 def test_what_is_not_served_fails():
     """Or else an operator would do nothing and every test of it pass."""
-    done = run("x = torch.ones(3).npu() + 1\ntorch.npu.synchronize()\nprint(x.cpu())")
+    done = run_fake_npu_code("x = torch.ones(3).npu() + 1\ntorch.npu.synchronize()\nprint(x.cpu())")
     assert done.returncode != 0 and "is not served by the fake device" in done.stderr
 
 
@@ -111,7 +111,7 @@ for waits in (True, False):
 
 def test_events_order_streams():
     """The fake's streams are real queues: who does not wait comes too early."""
-    assert run(SIDE, FAKE_NPU_DELAY_US="20000").stdout.split()[-2:] == ["1000", "0"]
+    assert run_fake_npu_code(SIDE, FAKE_NPU_DELAY_US="20000").stdout.split()[-2:] == ["1000", "0"]
 
 
 def test_what_the_engine_asks_of_a_device(npu):
@@ -146,7 +146,7 @@ def test_npuzero_finds_the_device(npu):
 
 
 def test_plain_formats_are_fine(npu):
-    npu.check([on_device(4), on_device(2, 3, 4, 4)])
+    npu.check([npu_arange(4), npu_arange(2, 3, 4, 4)])
 
 
 def test_internal_formats_are_refused(npu, monkeypatch):
@@ -161,7 +161,7 @@ def test_internal_formats_are_refused(npu, monkeypatch):
 
     monkeypatch.setattr("torch_npu.get_npu_format", lambda tensor: Tiled)
     with pytest.raises(ConfigError, match=r"got FRACTAL_NZ\. Call torch_npu\.npu_format_cast"):
-        npu.check([on_device(4)])
+        npu.check([npu_arange(4)])
 
 
 CHECK = """
@@ -177,7 +177,7 @@ except Exception as error:
 @pytest.mark.slow
 def test_saturation_is_refused():
     """An overflow that saturates cannot be told from a value: scaling and clipping would go wrong in silence."""
-    refused = run(CHECK, INF_NAN_MODE_FORCE_DISABLE="1").stdout
+    refused = run_fake_npu_code(CHECK, INF_NAN_MODE_FORCE_DISABLE="1").stdout
     assert "expected overflows that show as inf and nan; got saturation" in refused
 
 
@@ -187,7 +187,7 @@ def test_half_an_environment_of_cann_is_a_config_error():
     code += "except npuzero.ConfigError as error: print(error)"
     paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "ASCEND_HOME_PATH": str(libraries.CANN), "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", f"from npu.fake import libraries; libraries.load()\n{code}"]
+    command = [sys.executable, "-c", f"from npu.fake import libraries; libraries.load_fake_cann()\n{code}"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert "ASCEND_OPP_PATH" in done.stdout and "set_env.sh" in done.stdout, done.stderr
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import npuzero
-from npu.binding.test_device import run as in_process
+from npu.binding.test_device import run_fake_npu_code as in_process
 from npu.fake import libraries
 from npuzero import _C, _native, ops
 from npuzero.errors import KernelUnavailable, StateError
-from npuzero.ops.flat_adam import Segment
+from npuzero.ops.flat_adam import AdamSegment
 
 NUMELS = (1, 77, 5000, 100_003)
 
@@ -24,19 +24,19 @@ NUMELS = (1, 77, 5000, 100_003)
 @pytest.fixture(autouse=True)
 def kernels(npu) -> Iterator[None]:
     before = _native.npu_library()
-    _C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.build_fake_kernels()))
     yield
     _C.use_npu_kernels(before)
 
 
-def there(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def to_npu(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to("npu:0") for tensor in tensors]
 
 
 def test_casts_and_packs_equal_the_cpu_s():
     for numel in NUMELS:
         source, low = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
-        far, far_low = there(source, low)
+        far, far_low = to_npu(source, low)
         ops.cast(source, low)
         ops.cast(far, far_low)
         assert torch.equal(far_low.cpu(), low)
@@ -49,7 +49,7 @@ def test_casts_and_packs_equal_the_cpu_s():
 def test_norms_equal_the_cpu_s_as_float32():
     for numel in NUMELS:
         x, out = torch.randn(numel), torch.empty(2, dtype=torch.float64)
-        far, far_out = there(x, out)
+        far, far_out = to_npu(x, out)
         ops.norm(x, out)
         ops.norm(far, far_out)
         assert torch.equal(far_out.cpu().float(), out.float())
@@ -60,8 +60,8 @@ def test_an_update_equals_the_cpu_s():
         state = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.01]
         grad, low = torch.randn(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
         hyper = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-        segments = [Segment(0, numel, **hyper, decoupled=True, maximize=False, amsgrad=False)]
-        far_state, (far_grad, far_low) = there(*state), there(grad, low)
+        segments = [AdamSegment(0, numel, **hyper, decoupled=True, maximize=False, amsgrad=False)]
+        far_state, (far_grad, far_low) = to_npu(*state), to_npu(grad, low)
         ops.flat_adam(*state, grad, segments, low=low)
         ops.flat_adam(*far_state, far_grad, segments, low=far_low)
         for mine, other in zip([*far_state, far_low], [*state, low], strict=True):
@@ -75,7 +75,7 @@ def test_what_goes_over_a_thin_wire_equals_the_cpu_s(bits):
         source, residual = torch.randn(numel).bfloat16(), torch.randn(numel) * 0.01
         message = torch.zeros(3 * _C.message_bytes(256 * blocks, bits), dtype=torch.uint8)
         out = torch.randn(numel)
-        far_source, far_residual, far_message, far_out = there(source, residual, message, out)
+        far_source, far_residual, far_message, far_out = to_npu(source, residual, message, out)
         ops.quantize(source, message, bits=bits, pieces=3, residual=residual)
         ops.quantize(far_source, far_message, bits=bits, pieces=3, residual=far_residual)
         ops.dequantize_sum(message, out[: 256 * blocks], bits=bits, rows=3, accumulate=True)
@@ -87,7 +87,7 @@ def test_what_goes_over_a_thin_wire_equals_the_cpu_s(bits):
 def test_many_launches_on_several_streams():
     """Tables are lent until their launch is done: none is overwritten by a later one."""
     streams = [torch.npu.Stream() for _ in range(3)]
-    sources = there(*(torch.full((2000 + k,), float(k)) for k in range(60)))
+    sources = to_npu(*(torch.full((2000 + k,), float(k)) for k in range(60)))
     targets = [torch.empty(2000 + k, dtype=torch.bfloat16, device="npu:0") for k in range(60)]
     torch.npu.synchronize()
     for k, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -101,9 +101,9 @@ def test_many_launches_on_several_streams():
 def test_a_table_that_comes_again_is_not_sent_again():
     copies = ctypes.CDLL("libascendcl.so").fakeAsyncCopies
     copies.restype = ctypes.c_int64
-    sources = there(*(torch.randn(2000 + k) for k in range(3)))
+    sources = to_npu(*(torch.randn(2000 + k) for k in range(3)))
     targets = [torch.empty(source.numel(), dtype=torch.bfloat16, device="npu:0") for source in sources]
-    ops.cast(*there(torch.ones(3), torch.ones(3)))  # the first use sends tables of its own
+    ops.cast(*to_npu(torch.ones(3), torch.ones(3)))  # the first use sends tables of its own
     torch.npu.synchronize()
     before = copies()
     for _ in range(5):
@@ -116,7 +116,7 @@ def test_a_table_that_comes_again_is_not_sent_again():
 
 def test_many_tables_take_turns():
     """More than are kept; those of before come again, in another order."""
-    source, target = there(torch.arange(700.0), torch.empty(700))
+    source, target = to_npu(torch.arange(700.0), torch.empty(700))
     for numel in (*range(1, 601), *range(600, 0, -3)):
         ops.cast(source[:numel], target[:numel])
     assert torch.equal(target.cpu()[:600], torch.arange(600.0))
@@ -124,7 +124,7 @@ def test_many_tables_take_turns():
 
 def test_a_graph_that_captures_an_op_is_refused():
     """It would replay the launch with whatever its table's place on the device holds by then."""
-    source, target, low = there(torch.arange(9.0), torch.zeros(9), torch.zeros(9).bfloat16())
+    source, target, low = to_npu(torch.arange(9.0), torch.zeros(9), torch.zeros(9).bfloat16())
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         target.copy_(source)
@@ -139,7 +139,7 @@ def test_a_graph_that_captures_an_op_is_refused():
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_graph_that_captures_a_step_is_refused_before_anything_is_counted(capturable):
-    value, grad = there(torch.arange(9.0), torch.ones(9))
+    value, grad = to_npu(torch.arange(9.0), torch.ones(9))
     parameter = torch.nn.Parameter(value)
     parameter.grad = grad
     optimizer = npuzero.AdamW([parameter], lr=0.1, capturable=capturable)
@@ -173,13 +173,13 @@ torch.npu.synchronize()
 
 
 def test_a_table_that_another_stream_waits_for_is_sent_again():
-    done = in_process(ANOTHER_STREAM.format(kernels=str(libraries.kernels())), FAKE_NPU_DELAY_US="20000")
+    done = in_process(ANOTHER_STREAM.format(kernels=str(libraries.build_fake_kernels())), FAKE_NPU_DELAY_US="20000")
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 def test_a_launch_comes_after_what_torch_was_told():
     target = torch.empty(1 << 16, dtype=torch.bfloat16, device="npu:0")
-    source, new = there(torch.zeros(1 << 16), torch.ones(1 << 16))
+    source, new = to_npu(torch.zeros(1 << 16), torch.ones(1 << 16))
     for _ in range(50):
         source.copy_(new)
     ops.cast(source, target)
@@ -208,7 +208,7 @@ def broken_kernels(folder: Path, functions: str) -> str:
     source, library = folder / "broken.cpp", folder / "libnpuzero_kernels.so"
     source.write_text('#include "npu/table.h"\n#include <cstddef>\n' + functions)
     options = [f"-I{libraries.ROOT / 'csrc'}", "-shared", "-fPIC", "-Wl,--no-as-needed"]
-    subprocess.run(["g++", *options, str(source), str(libraries.kernels()), "-o", str(library)], check=True)
+    subprocess.run(["g++", *options, str(source), str(libraries.build_fake_kernels()), "-o", str(library)], check=True)
     return str(library)
 
 
@@ -225,12 +225,12 @@ def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, t
     """Their launches say success: training would go on without an update."""
     library = broken_kernels(tmp_path, functions)
     _C.use_npu_kernels(library)
-    source, target = there(torch.ones(3), torch.zeros(3))
+    source, target = to_npu(torch.ones(3), torch.zeros(3))
     for _ in range(2):
         with pytest.raises(KernelUnavailable, match="npuzero build-npu") as raised:
             ops.cast(source, target)
         assert told in str(raised.value) and library in str(raised.value)
-    _C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.build_fake_kernels()))
     ops.cast(source, target)
     assert target.cpu().eq(1).all()
 
@@ -238,12 +238,12 @@ def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, t
 def test_kernels_that_cann_did_not_register_are_refused(monkeypatch):
     """As the launch functions say it that CANN generates: by a line on stdout, and success."""
     monkeypatch.setenv("FAKE_CANN_UNREGISTERED", "1")
-    _C.use_npu_kernels(str(libraries.kernels()))
-    source, target = there(torch.ones(3), torch.zeros(3))
+    _C.use_npu_kernels(str(libraries.build_fake_kernels()))
+    source, target = to_npu(torch.ones(3), torch.zeros(3))
     with pytest.raises(KernelUnavailable, match="cast wrote nothing; pack wrote nothing; norm wrote nothing"):
         ops.cast(source, target)
     monkeypatch.delenv("FAKE_CANN_UNREGISTERED")
-    _C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.build_fake_kernels()))
     ops.cast(source, target)
     assert target.cpu().eq(1).all()
 
@@ -253,7 +253,7 @@ def test_a_library_that_cannot_be_loaded_is_an_error(tmp_path):
     broken.write_text("no library")
     _C.use_npu_kernels(os.fspath(broken))
     with pytest.raises(KernelUnavailable, match="npuzero build-npu"):
-        ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))
+        ops.cast(*to_npu(torch.ones(3), torch.ones(3).bfloat16()))
     _C.use_npu_kernels("")
     with pytest.raises(KernelUnavailable, match="expected a kernel for npu; got none"):
-        ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))
+        ops.cast(*to_npu(torch.ones(3), torch.ones(3).bfloat16()))

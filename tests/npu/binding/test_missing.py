@@ -18,14 +18,14 @@ assert "torch_npu" not in sys.modules
 DRIVER = "import npuzero.device.npu\nnpuzero.device.npu.DRIVER = Path('/dev/null')\n"
 
 
-def run(code: str, autoload: str = "0") -> subprocess.CompletedProcess[str]:
+def run_without_fake(code: str, autoload: str = "0") -> subprocess.CompletedProcess[str]:
     """A process without the fake."""
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
     return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
 
 
 def test_without_a_driver_nothing_imports_it():
-    done = run(
+    done = run_without_fake(
         NEEDED + "assert str(device.choose()) == 'cpu'\n"
         "npuzero.zero(torch.nn.Linear(3, 3))\n"
         "print({item['what']: item['why'] for item in info()['missing']}['device npu'])\n"
@@ -36,12 +36,14 @@ def test_without_a_driver_nothing_imports_it():
 
 
 def test_asking_for_an_npu_names_what_is_missing():
-    done = run(NEEDED + DRIVER + "try: device.get('npu')\nexcept npuzero.ConfigError as error: print(error)")
+    done = run_without_fake(
+        NEEDED + DRIVER + "try: device.get('npu')\nexcept npuzero.ConfigError as error: print(error)"
+    )
     assert done.returncode == 0, done.stderr
     assert "libhccl.so" in done.stdout and "set_env.sh" in done.stdout
 
 
 def test_the_trap_is_real():
     """Why messages and documents name TORCH_DEVICE_BACKEND_AUTOLOAD: importing torch is enough to fail."""
-    done = run("import torch", autoload="1")
+    done = run_without_fake("import torch", autoload="1")
     assert done.returncode != 0 and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr

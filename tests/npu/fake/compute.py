@@ -31,7 +31,7 @@ _NUMBERS_BYTES = 64
 _library: Any = None
 
 
-def serve() -> None:
+def compute_on_host() -> None:
     """Has the operators computed on the host from now on, in this process."""
     global _library
     if _library is None:
@@ -60,7 +60,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
     return host_view(tensor) if tensor.device.type == "npu" else tensor
 
 
@@ -68,7 +68,7 @@ _reads = True
 
 
 @contextlib.contextmanager
-def unread() -> Iterator[None]:
+def forbid_host_reads() -> Iterator[None]:
     """A read of a device tensor on the host fails inside, and so does a wait for a stream: both wait for the device."""
     global _reads
     _reads = False
@@ -82,7 +82,7 @@ def unread() -> Iterator[None]:
 
 def _await_stream() -> None:
     stream = torch.npu.current_stream()
-    super(torch.npu.Stream, stream).synchronize()  # past what `unread` has put there
+    super(torch.npu.Stream, stream).synchronize()  # past what `forbid_host_reads` has put there
 
 
 def _refuse_wait(stream: Any) -> None:
@@ -100,33 +100,33 @@ def _item(tensor: torch.Tensor) -> Any:
     return host_view(tensor).item()
 
 
-def _count(target: torch.Tensor, source: torch.Tensor) -> None:
+def _count_pinned_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     ways = {("cpu", "npu"): (target, "device>host"), ("npu", "cpu"): (source, "host>device")}
     host, link = ways.get((target.device.type, source.device.type), (None, ""))
     if host is not None and host.nbytes > _NUMBERS_BYTES and host.is_pinned():
         copied[link] += host.nbytes
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    _count(target, source)
+def _copy_tensor(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _count_pinned_copy(target, source)
     if target.device.type == "cpu":
         _check_reads()
     _await_stream()
-    _memory(target).copy_(_memory(source))
+    _host_memory(target).copy_(_host_memory(source))
     return target
 
 
 def _to_copy(source: torch.Tensor, *, device: torch.device | None = None, **options: Any) -> torch.Tensor:
     _await_stream()
     options = {key: options[key] for key in ("dtype", "memory_format") if options.get(key) is not None}
-    copy = torch.ops.aten._to_copy(_memory(source), device="cpu", **options)
+    copy = torch.ops.aten._to_copy(_host_memory(source), device="cpu", **options)
     if device is None or device.type != "cpu":
-        return _put(copy)
+        return _put_on_device(copy)
     _check_reads()
     return copy
 
 
-def _put(value: torch.Tensor) -> torch.Tensor:
+def _put_on_device(value: torch.Tensor) -> torch.Tensor:
     """A copy on the device."""
     put = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="npu")
     host_view(put).copy_(value)
@@ -154,7 +154,7 @@ def _on_host(op: Any, *arguments: Any, **options: Any) -> Any:
     def up(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return back[id(value)] if id(value) in back else _put(value)
+        return back[id(value)] if id(value) in back else _put_on_device(value)
 
     return tree_map(up, result)
 
@@ -176,7 +176,7 @@ def _matmul_backward(
 
 
 _OWN = {
-    "copy_": _copy,
+    "copy_": _copy_tensor,
     "_to_copy": _to_copy,
     "_local_scalar_dense": _item,
     "matmul_backward": partial(_on_host, _matmul_backward),

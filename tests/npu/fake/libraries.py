@@ -60,7 +60,7 @@ DECOYS = {
 }
 
 
-def build(folder: Path = BUILT) -> Path:
+def build_fake_cann(folder: Path = BUILT) -> Path:
     """Compiles what is older than its sources; returns the folder. Processes that build at once take turns."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -79,7 +79,7 @@ def build(folder: Path = BUILT) -> Path:
     return folder
 
 
-def cann(folder: Path, version: str = "9.0.0", layout: str = "cann") -> Path:
+def make_cann_folder(folder: Path, version: str = "9.0.0", layout: str = "cann") -> Path:
     """Makes ``folder`` a CANN of this version, where it is not: compilers, libraries, files that tell versions."""
     places = LAYOUTS[layout]
     links = {f"{places[name]}/{name}": CANN / name for name in ("bisheng", "cann-objdump", "ascendc.cmake")}
@@ -97,14 +97,14 @@ def cann(folder: Path, version: str = "9.0.0", layout: str = "cann") -> Path:
 
 
 @functools.cache
-def kernels(folder: Path = BUILT) -> Path:
+def build_fake_kernels(folder: Path = BUILT) -> Path:
     """The emulated kernels' library, by `npuzero build-npu` with a CANN whose compiler makes them; it is cached."""
-    variables = {"ASCEND_HOME_PATH": str(folder / "cann"), "XDG_CACHE_HOME": str(build(folder) / "cache")}
+    variables = {"ASCEND_HOME_PATH": str(folder / "cann"), "XDG_CACHE_HOME": str(build_fake_cann(folder) / "cache")}
     sources = (*HERE.glob("*.*"), *CANN.iterdir(), *(HERE.parent / "emulator").rglob("*.*"))
     newest = max(path.stat().st_mtime for path in sources)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        cann(folder / "cann")
+        make_cann_folder(folder / "cann")
         for library in folder.glob("cache/npuzero/npu/*/*.so"):
             if library.stat().st_mtime < newest:
                 library.unlink()
@@ -113,11 +113,11 @@ def kernels(folder: Path = BUILT) -> Path:
     return Path(done.stdout.splitlines()[0].removeprefix("there already: "))
 
 
-def load(folder: Path = BUILT) -> None:
+def load_fake_cann(folder: Path = BUILT) -> None:
     """Makes this process's torch_npu a binding of the fake device; before torch_npu is imported."""
     for name in LIBRARIES:
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    build_fake_cann(Path(sys.argv[1]))

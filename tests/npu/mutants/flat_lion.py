@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import KernelMutant
 
 MUTANTS = (
-    Mutant(
+    KernelMutant(
         "the update's betas are the moment's",
         "flat_lion.cpp",
         "Muls(c, m, beta1_, count);",
         "Muls(c, m, beta2_, count);",
         "values",
     ),
-    Mutant(
+    KernelMutant(
         "the moment takes the update's share of the gradient",
         "flat_lion.cpp",
         "Muls(c, g, one_minus_beta2_, count);",
         "Muls(c, g, one_minus_beta1_, count);",
         "values",
     ),
-    Mutant(
+    KernelMutant(
         "the moment decays while the update reads it",
         "flat_lion.cpp",
         "Add(c, c, rest, count);\n    Muls(m, m, beta2_, count);",
         "Add(c, c, rest, count);\n    Muls(m, m, beta2_, count);\n    Muls(c, m, beta1_, count);",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "the next tile over the last one's",
         "flat_lion.cpp",
         "uses c at once\n    PipeBarrier<PIPE_V>();\n    Sub(p, p, rest, count);",
         "uses c at once\n    Sub(p, p, rest, count);",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "one room too few",
         "launch.cpp",
         'launch_update("npuzero_flat_lion", 2,',
         'launch_update("npuzero_flat_lion", 1,',
         "bounds",
     ),
-    Mutant(
+    KernelMutant(
         "another column of the row",
         "flat_lion.cpp",
         "ScalarAt(row + 4, 0.0f)",
         "ScalarAt(row + 8, 0.0f)",
         "values",
     ),
-    Mutant(
+    KernelMutant(
         "the decay comes after the update",
         "flat_lion.cpp",
         "Sub(p, p, rest, count);",
@@ -58,7 +58,7 @@ MUTANTS = (
 
 MEANINGS = {
     "zeros": (
-        Mutant(
+        KernelMutant(
             "zero moves up",
             "flat_lion.cpp",
             "CompareScalar(first, c, 0.0f, CMPMODE::LE, lanes);",
@@ -66,7 +66,7 @@ MEANINGS = {
             "values",
             quick=True,
         ),
-        Mutant(
+        KernelMutant(
             "zero moves down",
             "flat_lion.cpp",
             "CompareScalar(second, c, 0.0f, CMPMODE::GE, lanes);",
@@ -75,7 +75,7 @@ MEANINGS = {
         ),
     ),
     "not finite": (
-        Mutant(
+        KernelMutant(
             "NaN moves down",
             "flat_lion.cpp",
             "Select(sign, first, sign, c, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);",
@@ -84,7 +84,7 @@ MEANINGS = {
         ),
     ),
     "ties": (
-        Mutant(
+        KernelMutant(
             "a signed code's least is judged by what is drawn",
             "codes.h",
             "EncodeSigned(place, exponents, t, rest, own, static_cast<int16_t>(kAbove), count);",

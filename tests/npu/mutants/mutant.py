@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mutant:
+class KernelMutant:
     """A mistake in csrc/npu, which a check finds where the kernel whose mutant it is is exercised.
 
     Attributes:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import KernelMutant
 
 MUTANTS = (
     # flags and barriers
-    Mutant(
+    KernelMutant(
         "the scalar unit does not wait for vectors",
         "norm.cpp",
         "SetFlag<HardEvent::V_S>(computed_);\n    WaitFlag<HardEvent::V_S>(computed_);",
         "",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "vectors do not wait for the scalar unit",
         "norm.cpp",
         "SetFlag<HardEvent::S_V>(read_);\n    WaitFlag<HardEvent::S_V>(read_);",
         "",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "the result is stored before it is written",
         "exact_sum.h",
         "SetFlag<HardEvent::S_MTE3>(written);\n  WaitFlag<HardEvent::S_MTE3>(written);",
         "",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "sums are read before they are loaded",
         "norm.cpp",
         "SetFlag<HardEvent::MTE2_S>(loaded);\n  WaitFlag<HardEvent::MTE2_S>(loaded);",
@@ -35,7 +35,7 @@ MUTANTS = (
         "race",
     ),
     # queues
-    Mutant(
+    KernelMutant(
         "one buffer for two tiles",
         "norm.cpp",
         "pipe_.InitBuffer(in_, 2, narrow_ ?",
@@ -43,7 +43,7 @@ MUTANTS = (
         "queue",
     ),
     # memory
-    Mutant(
+    KernelMutant(
         "a read beyond the global tensor",
         "walk.h",
         "DataCopy(to, source, static_cast<uint32_t>(bytes));",
@@ -51,7 +51,7 @@ MUTANTS = (
         "bounds",
     ),
     # types, rounding, repeats
-    Mutant(
+    KernelMutant(
         "halves that overlap",
         "norm.cpp",
         "Add(patterns, patterns, patterns[half], half);",
@@ -59,24 +59,24 @@ MUTANTS = (
         "overlap",
     ),
     # the arithmetic
-    Mutant(
+    KernelMutant(
         "squares without their low halves", "norm.cpp", "Mul(x, x, x, width);", "Muls(x, x, 0.0f, width);", "values"
     ),
-    Mutant(
+    KernelMutant(
         "a sum without what it loses",
         "norm.cpp",
         "Sub(pair.smaller, pair.smaller, pair.larger, pair.lanes);",
         "Duplicate(pair.smaller, 0.0f, pair.lanes);",
         "values",
     ),
-    Mutant(
+    KernelMutant(
         "squares that vanish are taken as they are",
         "norm.cpp",
         "if (!finite || most < kLeastSum) return false;",
         "if (!finite) return false;",
         "values",
     ),
-    Mutant(
+    KernelMutant(
         "the first chunk of a pair is left out",
         "norm.cpp",
         "pair.a = kept ? Kept() : sums[first * kRow];",
@@ -84,7 +84,7 @@ MUTANTS = (
         "values",
     ),
     # the cut
-    Mutant(
+    KernelMutant(
         "more blocks than cores",
         "tiling.h",
         "for (int64_t core = 0; core < wanted; ++core) {",
@@ -95,7 +95,7 @@ MUTANTS = (
 
 MEANINGS = {
     "not finite": (
-        Mutant(
+        KernelMutant(
             "an infinity of one core makes a NaN of all",
             "norm.cpp",
             "total.nans += static_cast<int64_t>(npu::GetLong(its, kDigits + 1));",
@@ -103,43 +103,43 @@ MEANINGS = {
             "values",
             quick=True,
         ),
-        Mutant(
+        KernelMutant(
             "a core's NaN is not merged",
             "norm.cpp",
             "total.nans += static_cast<int64_t>(npu::GetLong(its, kDigits + 1));",
             "",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "a core's infinity is not merged",
             "norm.cpp",
             "total.bad += static_cast<int64_t>(npu::GetLong(its, kDigits));",
             "",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "the first core's sums for all",
             "norm.cpp",
             "const LocalTensor<uint32_t> its = sums[core * kNormBytes / 4];",
             "const LocalTensor<uint32_t> its = sums[0];",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "a core leaves its infinities as NaNs",
             "norm.cpp",
             "SetLong(words, kDigits + 1, static_cast<uint64_t>(sum_.nans));",
             "SetLong(words, kDigits + 1, static_cast<uint64_t>(sum_.bad));",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "an infinity counts as a NaN",
             "norm.cpp",
             "if (most > kInfinity) sum_.nans += 1;",
             "if (most >= kInfinity) sum_.nans += 1;",
             "values",
         ),
-        Mutant("a NaN counts as an infinity", "norm.cpp", "if (most > kInfinity) sum_.nans += 1;", "", "values"),
-        Mutant(
+        KernelMutant("a NaN counts as an infinity", "norm.cpp", "if (most > kInfinity) sum_.nans += 1;", "", "values"),
+        KernelMutant(
             "a NaN for whatever is not finite",
             "exact_sum.h",
             "sum.nans != 0 ? 0x7ff8000000000000u",
@@ -148,7 +148,7 @@ MEANINGS = {
         ),
     ),
     "workspaces": (
-        Mutant(
+        KernelMutant(
             "sums begin in the line that the workspace begins in",
             "launch.cpp",
             "(address(args.workspace.data) + line_bytes - 1)",
@@ -156,15 +156,17 @@ MEANINGS = {
             "bounds",
             quick=True,
         ),
-        Mutant(
+        KernelMutant(
             "more cores than the workspace is for",
             "tiling.h",
             "kNormBytes / 16 * 8192",
             "kNormBytes / 16 * 2048",
             "bounds",
         ),
-        Mutant("sums end where the next core's begin", "table.h", "kNormBytes = 256;", "kNormBytes = 208;", "cores"),
-        Mutant(
+        KernelMutant(
+            "sums end where the next core's begin", "table.h", "kNormBytes = 256;", "kNormBytes = 208;", "cores"
+        ),
+        KernelMutant(
             "cores meet in a line of what is added up in place",
             "launch.cpp",
             "args.addend && head.x % line_bytes != 0 ? 1 : cores",
@@ -173,28 +175,28 @@ MEANINGS = {
         ),
     ),
     "ties": (
-        Mutant(
+        KernelMutant(
             "a tie of the sum, whatever follows it",
             "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped > 0x400 || (dropped == 0x400 && (kept & 1) != 0)",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "the sum's ties away from zero",
             "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped >= 0x400",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "the sum's ties toward zero",
             "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped > 0x400 || (dropped == 0x400 && rest != 0)",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "the sum by truncation",
             "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
@@ -203,7 +205,7 @@ MEANINGS = {
         ),
     ),
     "magnitudes": (
-        Mutant(
+        KernelMutant(
             "squares of bf16 are not scaled",
             "norm.cpp",
             "Muls(squares, squares, scale, rows * kRow);",
@@ -211,7 +213,7 @@ MEANINGS = {
             "values",
             quick=True,
         ),
-        Mutant(
+        KernelMutant(
             "squares of bf16 are scaled where they need not be",
             "norm.cpp",
             "if (scale != 1.0f) {\n      Muls(squares",

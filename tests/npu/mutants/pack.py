@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import KernelMutant
 
 MUTANTS = (
     # flags and barriers
-    Mutant(
+    KernelMutant(
         "a barrier of another pipe",
         "pack.cpp",
         "Muls(result, x, scale_, count);\n    PipeBarrier<PIPE_V>();",
@@ -14,17 +14,17 @@ MUTANTS = (
         "race",
     ),
     # queues
-    Mutant("a forgotten Free of what was loaded", "pack.cpp", "in_.FreeTensor(in);", "", "queue"),
-    Mutant(
+    KernelMutant("a forgotten Free of what was loaded", "pack.cpp", "in_.FreeTensor(in);", "", "queue"),
+    KernelMutant(
         "Free before the last use",
         "pack.cpp",
         "npu::Store(row->target + at * size, out, count * size);\n      out_.FreeTensor(out);",
         "out_.FreeTensor(out);\n      npu::Store(row->target + at * size, out, count * size);",
         "queue",
     ),
-    Mutant("no EnQue", "pack.cpp", "out_.EnQue(out);", "", "queue"),
+    KernelMutant("no EnQue", "pack.cpp", "out_.EnQue(out);", "", "queue"),
     # memory
-    Mutant(
+    KernelMutant(
         "a tail rounded up to a block",
         "walk.h",
         "DataCopyPad(target, from, DataCopyExtParams(1, static_cast<uint32_t>(bytes), 0, 0, 0));",
@@ -32,8 +32,8 @@ MUTANTS = (
         "    DataCopy(target, from, static_cast<uint32_t>(RoundUp(bytes, kBlockBytes)));",
         "bounds",
     ),
-    Mutant("an oversized tile", "table.h", "kSlotBytes = 16384;", "kSlotBytes = 20480;", "capacity"),
-    Mutant(
+    KernelMutant("an oversized tile", "table.h", "kSlotBytes = 16384;", "kSlotBytes = 20480;", "capacity"),
+    KernelMutant(
         "an unaligned start in UB",
         "pack.cpp",
         "if (accumulate_) npu::Load(in[kSlotBytes],",
@@ -41,7 +41,7 @@ MUTANTS = (
         "alignment",
     ),
     # types, rounding, repeats
-    Mutant(
+    KernelMutant(
         "rounding toward zero",
         "walk.h",
         "RoundMode bf16 = RoundMode::CAST_RINT",
@@ -49,14 +49,14 @@ MUTANTS = (
         "values",
     ),
     # the cut
-    Mutant(
+    KernelMutant(
         "neighbours that nothing binds",
         "tiling.h",
         "if ((below.end - 1) / line_bytes != above.begin / line_bytes) continue;",
         "continue;",
         "cores",
     ),
-    Mutant(
+    KernelMutant(
         "a share that is left out",
         "tiling.h",
         "if (end > begin) shares.push_back({begin, end, part_at(begin)});",
@@ -67,14 +67,14 @@ MUTANTS = (
 
 MEANINGS = {
     "ties": (
-        Mutant(
+        KernelMutant(
             "f16 by truncation",
             "walk.h",
             "Cast(to.ReinterpretCast<half>(), from, RoundMode::CAST_RINT, count);",
             "Cast(to.ReinterpretCast<half>(), from, RoundMode::CAST_TRUNC, count);",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "a wire's ties away from zero",
             "walk.h",
             "RoundMode bf16 = RoundMode::CAST_RINT",

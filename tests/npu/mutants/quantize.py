@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from .mutant import KernelMutant
 
 MUTANTS = (
     # flags and barriers
-    Mutant(
+    KernelMutant(
         "no barrier before what a block's largest decides",
         "quantize.cpp",
         "ReduceOrder::ORDER_ONLY_VALUE);\n    PipeBarrier<PIPE_V>();",
         "ReduceOrder::ORDER_ONLY_VALUE);",
         "race",
     ),
-    Mutant(
+    KernelMutant(
         "scales and what they are of in one step",
         "quantize.cpp",
         "PipeBarrier<PIPE_V>();\n    Muls(lost, lost, kNan, blocks);",
@@ -21,17 +21,19 @@ MUTANTS = (
         "race",
     ),
     # queues
-    Mutant("a forgotten Free of what was rounded", "quantize.cpp", "in_.FreeTensor(in);", "", "queue"),
+    KernelMutant("a forgotten Free of what was rounded", "quantize.cpp", "in_.FreeTensor(in);", "", "queue"),
     # memory
-    Mutant("residuals where scales are", "quantize.cpp", "rest_ = scales_ + 2 * kSkew;", "rest_ = scales_;", "values"),
-    Mutant(
+    KernelMutant(
+        "residuals where scales are", "quantize.cpp", "rest_ = scales_ + 2 * kSkew;", "rest_ = scales_;", "values"
+    ),
+    KernelMutant(
         "residuals off a block of UB",
         "quantize.cpp",
         "beside_ = tile * ItemSize(dtype_) + kSkew;",
         "beside_ = tile * ItemSize(dtype_) + kSkew / 16;",
         "alignment",
     ),
-    Mutant(
+    KernelMutant(
         "repeats that write what others wrote",
         "wire.h",
         "apart(1, 1, 1, 8, Step(), Step())",
@@ -39,14 +41,14 @@ MUTANTS = (
         "overlap",
     ),
     # types, rounding, repeats
-    Mutant(
+    KernelMutant(
         "f32 straight to 8 bits",
         "quantize.cpp",
         "blocks_.Narrow(out, whole, count);",
         "Cast(out.ReinterpretCast<int8_t>(), Work(), RoundMode::CAST_RINT, count);",
         "dtype",
     ),
-    Mutant(
+    KernelMutant(
         "integers of 16 bits straight to 8",
         "quantize.cpp",
         "blocks_.Narrow(out, whole, count);",
@@ -54,15 +56,15 @@ MUTANTS = (
         "dtype",
     ),
     # the arithmetic
-    Mutant(
+    KernelMutant(
         "a block's largest of its neighbours, too",
         "wire.h",
         "apart(1, 1, 1, 8, Step(), Step())",
         "apart(1, 1, 1, 8, 8, 8)",
         "poison",
     ),
-    Mutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "poison"),
-    Mutant(
+    KernelMutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "poison"),
+    KernelMutant(
         "a scale for one code more than there is",
         "launch.cpp",
         "head.inverse = 1.0f / wire_largest(args.bits);",
@@ -70,14 +72,14 @@ MUTANTS = (
         "poison",
     ),
     # the cut
-    Mutant(
+    KernelMutant(
         "a cut in a line of scales",
         "launch.cpp",
         "part.written[1] = {row.scales, 2, head.wire.block};",
         "part.written[1] = {row.codes, 1, 8 / args.bits};",
         "cores",
     ),
-    Mutant(
+    KernelMutant(
         "messages without what fills them up",
         "launch.cpp",
         "row.codes = address(messages.data) + i * message_bytes(count, wire.bits);",
@@ -88,14 +90,14 @@ MUTANTS = (
 
 MEANINGS = {
     "ties": (
-        Mutant(
+        KernelMutant(
             "codes' ties away from zero",
             "quantize.cpp",
             "Cast(codes, Work(), RoundMode::CAST_RINT, count);",
             "Cast(codes, Work(), RoundMode::CAST_ROUND, count);",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "a scale that is rounded to nearest",
             "quantize.cpp",
             "Adds(scale, scale, 0xffff, blocks);",
@@ -104,29 +106,29 @@ MEANINGS = {
         ),
     ),
     "not finite": (
-        Mutant(
+        KernelMutant(
             "NaNs among what the largest is looked for",
             "quantize.cpp",
             "Mins(folded, folded, kInfinity, blocks * kRepeat);",
             "",
             "poison",
         ),
-        Mutant("a lost block is rounded", "quantize.cpp", "blocks_.Mask(x, kMask, count);", "", "poison"),
-        Mutant(
+        KernelMutant("a lost block is rounded", "quantize.cpp", "blocks_.Mask(x, kMask, count);", "", "poison"),
+        KernelMutant(
             "a lost block's scale is infinity",
             "quantize.cpp",
             "Max(lost, lost, scale, blocks);",
             "Adds(lost, scale, 0, blocks);",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "a lost block's factor is infinity",
             "quantize.cpp",
             "Mins(scale, largest, kInfinity - 1, blocks);",
             "Mins(scale, largest, kInfinity, blocks);",
             "values",
         ),
-        Mutant(
+        KernelMutant(
             "the largest number is taken for infinity",
             "quantize.cpp",
             "Adds(lost, largest, 1 - kInfinity, blocks);",
@@ -135,7 +137,11 @@ MEANINGS = {
         ),
     ),
     "zeros": (
-        Mutant("no least scale", "quantize.cpp", "Maxs(scale, scale, kLeastScale, blocks);", "", "poison", quick=True),
-        Mutant("another least scale", "quantize.cpp", "kLeastScale = 7 << 23;", "kLeastScale = 8 << 23;", "values"),
+        KernelMutant(
+            "no least scale", "quantize.cpp", "Maxs(scale, scale, kLeastScale, blocks);", "", "poison", quick=True
+        ),
+        KernelMutant(
+            "another least scale", "quantize.cpp", "kLeastScale = 7 << 23;", "kLeastScale = 8 << 23;", "values"
+        ),
     ),
 }

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import chain
 
 from . import cast, dequantize_sum, flat_adam, flat_lion, norm, pack, quantize
-from .mutant import Mutant
+from .mutant import KernelMutant
 
 KERNELS = {
     "cast": cast,
@@ -19,14 +19,14 @@ KERNELS = {
 }
 
 # Mistakes that break a rule of the device, or the arithmetic everywhere.
-MUTANTS: dict[str, tuple[Mutant, ...]] = {op: kernel.MUTANTS for op, kernel in KERNELS.items()}
+MUTANTS: dict[str, tuple[KernelMutant, ...]] = {op: kernel.MUTANTS for op, kernel in KERNELS.items()}
 
 # Mistakes that break no rule of the device, but few values or places: by what an exercise has to have to see them.
-MEANINGS: defaultdict[str, list[Mutant]] = defaultdict(list)
+MEANINGS: defaultdict[str, list[KernelMutant]] = defaultdict(list)
 for _kernel in KERNELS.values():
     for _kind, _mutants in _kernel.MEANINGS.items():
         MEANINGS[_kind].extend(_mutants)
 
-ALL: dict[str, tuple[Mutant, ...]] = {
+ALL: dict[str, tuple[KernelMutant, ...]] = {
     op: (*kernel.MUTANTS, *chain.from_iterable(kernel.MEANINGS.values())) for op, kernel in KERNELS.items()
 }

@@ -15,7 +15,7 @@ from npuzero.bench import group as groups
 def test_where_no_group_can_be_made_there_is_none(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder that is no control group has no files of the kernel's, and none are put there."""
     monkeypatch.setattr(groups, "GROUPS", [(tmp_path / place, limits) for _, limits in groups.GROUPS])
-    with groups.group(1 << 30) as made:
+    with groups.open_control_group(1 << 30) as made:
         assert made is None
     assert not list(tmp_path.iterdir())
 
@@ -23,7 +23,7 @@ def test_where_no_group_can_be_made_there_is_none(place: str, monkeypatch: pytes
 @pytest.mark.parametrize("later", [False, True])
 def test_the_kernel_ends_what_takes_more_than_its_cap(later: bool) -> None:
     cap = 64 << 20
-    with groups.group() if later else groups.group(cap) as made:
+    with groups.open_control_group() if later else groups.open_control_group(cap) as made:
         if made is None:
             pytest.skip("this process may make no control group")
         if later:

@@ -7,11 +7,21 @@ import math
 import pytest
 import torch
 
-from npuzero.bench import Benchmark, Contender, Effort, check_close, check_equal, local, median, run, summarize
+from npuzero.bench import (
+    Benchmark,
+    Contender,
+    Effort,
+    check_close,
+    check_equal,
+    local_contender,
+    median,
+    run_benchmark,
+    summarize,
+)
 from npuzero.errors import BenchmarkError
 
 
-class Clock:
+class ManualClock:
     """Time that passes only when somebody works."""
 
     def __init__(self) -> None:
@@ -33,7 +43,7 @@ class Clock:
         return Contender(name, visit, nbytes=1000)
 
 
-def benchmark(*contenders, check=lambda: "values equal"):
+def make_benchmark(*contenders, check=lambda: "values equal"):
     return Benchmark("b", "title", contenders, contenders[0].name, check, {"n": 1})
 
 
@@ -47,11 +57,11 @@ def test_median_mad_and_error():
 
 
 def test_ratios_are_taken_within_a_round():
-    clock = Clock()
+    clock = ManualClock()
     slow_half = lambda visit: 2.0 if visit % 2 else 1.0  # noqa: E731  the machine's two modes
     effort = Effort(least_rounds=6, warm_up=2, visit_s=0.0)
-    result = run(
-        benchmark(clock.contender("a", slow_half), clock.contender("b", lambda visit: slow_half(visit) / 2)),
+    result = run_benchmark(
+        make_benchmark(clock.contender("a", slow_half), clock.contender("b", lambda visit: slow_half(visit) / 2)),
         effort,
         clock=clock,
     )
@@ -61,9 +71,9 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_each_round_visits_all_and_the_order_changes():
-    clock = Clock()
+    clock = ManualClock()
     effort = Effort(least_rounds=20, most_rounds=20, most_s=1e9, error=-1.0)
-    run(benchmark(*(clock.contender(name, 1.0) for name in "abc")), effort, clock=clock)
+    run_benchmark(make_benchmark(*(clock.contender(name, 1.0) for name in "abc")), effort, clock=clock)
     names = [name for name, _ in clock.visits[-60:]]
     rounds = [tuple(names[at : at + 3]) for at in range(0, 60, 3)]
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
@@ -71,11 +81,11 @@ def test_each_round_visits_all_and_the_order_changes():
 
 
 def test_a_visit_makes_as_many_calls_as_fill_its_time():
-    clock = Clock()
+    clock = ManualClock()
     effort = Effort(least_rounds=2, visit_s=1.0)
-    result = run(benchmark(clock.contender("a", 0.1), clock.contender("b", 5.0)), effort, clock=clock)
+    result = run_benchmark(make_benchmark(clock.contender("a", 0.1), clock.contender("b", 5.0)), effort, clock=clock)
     assert result.calls == {"a": 10, "b": 1}
-    assert run(benchmark(clock.contender("a", 0.1)), Effort(warm_up=0), clock=clock).calls == {"a": 1}
+    assert run_benchmark(make_benchmark(clock.contender("a", 0.1)), Effort(warm_up=0), clock=clock).calls == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -87,16 +97,16 @@ def test_a_visit_makes_as_many_calls_as_fill_its_time():
     ],
 )
 def test_rounds_end_by_spread_rounds_or_time(effort, ended_by, rounds):
-    clock = Clock()
+    clock = ManualClock()
     noisy = clock.contender("b", lambda visit: 4.0 + visit % 3 * 0.1)
-    result = run(benchmark(clock.contender("a", 1.0), noisy), effort, clock=clock)
+    result = run_benchmark(make_benchmark(clock.contender("a", 1.0), noisy), effort, clock=clock)
     assert (result.ended_by, len(result.seconds["b"])) == (ended_by, rounds)
 
 
 def test_all_ranks_decide_by_the_slowest():
-    clock = Clock()
-    result = run(
-        benchmark(clock.contender("a", 1.0)),
+    clock = ManualClock()
+    result = run_benchmark(
+        make_benchmark(clock.contender("a", 1.0)),
         Effort(least_rounds=3, most_s=8.5),
         combine=lambda values: [value + 7.0 for value in values],
         clock=clock,
@@ -105,10 +115,10 @@ def test_all_ranks_decide_by_the_slowest():
 
 
 def test_a_failing_check_is_found_before_anything_is_timed():
-    clock = Clock()
+    clock = ManualClock()
     wrong = lambda: check_equal("b", torch.ones(3), torch.zeros(3))  # noqa: E731
     with pytest.raises(BenchmarkError, match="check of b: expected the reference within 0; got 1 apart"):
-        run(benchmark(clock.contender("a", 1.0), check=wrong), Effort(), clock=clock)
+        run_benchmark(make_benchmark(clock.contender("a", 1.0), check=wrong), Effort(), clock=clock)
     assert clock.visits == []
 
 
@@ -121,14 +131,14 @@ def test_checks():
 
 @pytest.mark.parametrize("names", [("a", "a"), ("b", "c")])
 def test_contenders_have_different_names_and_the_baseline_is_one_of_them(names):
-    clock = Clock()
+    clock = ManualClock()
     wrong = Benchmark("b", "t", [clock.contender(name, 1.0) for name in names], "a", lambda: "")
     with pytest.raises(BenchmarkError, match="contenders of different names"):
-        run(wrong, Effort(), clock=clock)
+        run_benchmark(wrong, Effort(), clock=clock)
 
 
 def test_a_local_contender_prepares_outside_its_time():
-    clock, calls = Clock(), []
+    clock, calls = ManualClock(), []
 
     def work() -> None:
         clock.now_s += 2.0
@@ -138,5 +148,5 @@ def test_a_local_contender_prepares_outside_its_time():
         clock.now_s += 100.0
         calls.append("prepare")
 
-    assert local("a", work, prepare=prepare, clock=clock).visit(3) == 2.0
+    assert local_contender("a", work, prepare=prepare, clock=clock).visit(3) == 2.0
     assert calls == ["prepare", "work", "work", "work"]

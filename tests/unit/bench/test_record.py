@@ -8,22 +8,22 @@ import re
 import pytest
 import torch
 
-from npuzero.bench import Contender, Effort, Record, fingerprint, run, typed
+from npuzero.bench import Contender, Effort, Record, format_command, machine_fingerprint, run_benchmark
 from npuzero.bench.harness import Benchmark
 from npuzero.errors import ConfigError, StorageError
 
 
-def record() -> Record:
-    made = Record.begin("ops", "npuzero bench ops", fingerprint(), quick=True)
+def sample_record() -> Record:
+    made = Record.begin("ops", "npuzero bench ops", machine_fingerprint(), quick=True)
     seconds = iter([1.0, 2.0, 3.0, 5.0] * 9)
     contenders = [Contender(name, lambda count: next(seconds), 10, {"peak_bytes": 3}) for name in ("a", "b")]
     effort = Effort(least_rounds=3, most_rounds=3)
-    made.results.append(run(Benchmark("x/y", "X", contenders, "a", lambda: "equal", {"n": 1}), effort))
+    made.results.append(run_benchmark(Benchmark("x/y", "X", contenders, "a", lambda: "equal", {"n": 1}), effort))
     return made
 
 
 def test_a_record_comes_back_as_it_was(tmp_path):
-    made = record()
+    made = sample_record()
     made.write(tmp_path / "new" / "ops.json")
     found = Record.read(tmp_path / "new" / "ops.json")
     assert found == made
@@ -32,13 +32,13 @@ def test_a_record_comes_back_as_it_was(tmp_path):
 
 
 def test_the_fingerprint_says_what_figures_depend_on():
-    facts = fingerprint()
+    facts = machine_fingerprint()
     assert facts["torch"] == torch.__version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 1 << 28
     assert set(facts) >= {"cpu", "isa", "threads", "system", "npuzero", "commit", "device", "load"}
     assert json.loads(json.dumps(facts)) == facts
 
 
-def change(content, path, value):
+def change_nested_value(content, path, value):
     *way, last = path
     for key in way:
         content = content[key]
@@ -60,8 +60,8 @@ def change(content, path, value):
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path, path, value, message):
-    content = record().as_dict()
-    change(content, path, value)
+    content = sample_record().as_dict()
+    change_nested_value(content, path, value)
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"record x\.json") as caught:
         Record.read(tmp_path / "x.json")
@@ -71,16 +71,16 @@ def test_what_is_no_record_is_refused(tmp_path, path, value, message):
 def test_a_record_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        record().write(tmp_path / "file" / "ops.json")
+        sample_record().write(tmp_path / "file" / "ops.json")
 
 
 def test_an_unknown_result_is_named():
     with pytest.raises(ConfigError, match=r"expected one of x/y; got 'z'"):
-        record().result("z")
+        sample_record().result("z")
 
 
 def test_the_command_of_a_record_names_no_path_of_its_machine():
     given = ["-m", "benchmarks.disk", "--folder", "/mnt/disk 0", "--out=/tmp/x.json", "--pip=", "runs/a.json", "a/b"]
     expected = "python -m benchmarks.disk --folder PATH --out=PATH --pip= runs/a.json a/b"
-    assert typed(given) == expected
-    assert typed().startswith("python ") and not re.search(r"(^|[ =])/", typed())
+    assert format_command(given) == expected
+    assert format_command().startswith("python ") and not re.search(r"(^|[ =])/", format_command())

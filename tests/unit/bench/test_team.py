@@ -14,7 +14,7 @@ from npuzero.errors import BenchmarkError
 WORKER = python_worker(Path(__file__).with_name("workers.py"))
 
 
-def alive(pid: int) -> bool:
+def is_process_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -51,7 +51,7 @@ def test_a_rank_that_fails_ends_the_team_with_its_last_words(how, got):
         team.run(1)
     assert got in caught.value.got and caught.value.facts == {"team": "t", "rank": 1}
     assert "what it said last" in caught.value.do
-    assert not any(map(alive, processes))
+    assert not any(map(is_process_alive, processes))
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_work_that_cannot_be_made_is_an_error():
 def test_a_team_leaves_nothing_behind():
     with Team("t", WORKER, 2) as team:
         processes = team.ask("pid")
-    assert not any(map(alive, processes))
+    assert not any(map(is_process_alive, processes))

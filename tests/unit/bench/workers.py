@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 
-class Work:
+class TeamWork:
     def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None:
         self.rank, self.size, self.options, self.calls, self.prepared = rank, size, options, 0, 0
 
@@ -42,7 +42,7 @@ class Work:
         self.held = bytearray(count)
 
 
-def make(rank: int, size: int, options: dict[str, Any]) -> Work:
+def make_team_work(rank: int, size: int, options: dict[str, Any]) -> TeamWork:
     if options.get("how") == "unmade":
         raise RuntimeError("cannot be made")
-    return Work(rank, size, options)
+    return TeamWork(rank, size, options)

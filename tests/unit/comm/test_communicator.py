@@ -10,7 +10,7 @@ import torch
 import npuzero
 from npuzero import comm, device
 from npuzero.comm import Communicator, World
-from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
+from npuzero.comm.hierarchical import HierarchicalCommunicator, find_transposed_size
 from npuzero.comm.process_group import add_in_order
 from npuzero.errors import CollectiveError, ConfigError, ContractError
 from npuzero.plan import Sent
@@ -18,11 +18,11 @@ from npuzero.plan import Sent
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def pair(fn: Callable[[Communicator], None], size: int = 2) -> None:
+def run_on_ranks(fn: Callable[[Communicator], None], size: int = 2) -> None:
     comm.run_threads(size, lambda world: fn(world.communicator(range(size), "all")))
 
 
-def released(numel: int) -> torch.Tensor:
+def released_tensor(numel: int) -> torch.Tensor:
     tensor = torch.ones(numel)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "strided": (lambda c: c.all_reduce(torch.ones(8)[::2]), "1-D contiguous"),
     "sparse": (lambda c: c.all_reduce(torch.ones(8).to_sparse()), "1-D contiguous"),
     "another device": (lambda c: c.all_reduce(torch.ones(8, device="meta")), "a tensor on cpu; got one on meta"),
-    "released": (lambda c: c.all_reduce(released(8)), "32 bytes; got 0 bytes: it was released"),
+    "released": (lambda c: c.all_reduce(released_tensor(8)), "32 bytes; got 0 bytes: it was released"),
     "bool sum": (lambda c: c.all_reduce(torch.ones(8, dtype=torch.bool)), "one of float32, bfloat16"),
     "int wire": (lambda c: c.reduce_scatter(torch.ones(2).int(), torch.ones(4).int()), "one of float32"),
     "narrow result": (lambda c: c.reduce_scatter(torch.ones(2).half(), torch.ones(4)), "one of float32; got float16"),
@@ -55,14 +55,17 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "exchange unequal": (lambda c: c.all_to_all(torch.ones(4), torch.ones(6)), "of the same size"),
     "exchange dtypes": (lambda c: c.all_to_all(torch.ones(4), torch.ones(4).half()), "of one dtype"),
     "gathered two dimensions": (lambda c: c.gathered(torch.ones(2, 2)), "1-D contiguous"),
-    "gathered released": (lambda c: c.gathered(released(8)), "32 bytes; got 0 bytes: it was released"),
+    "gathered released": (lambda c: c.gathered(released_tensor(8)), "32 bytes; got 0 bytes: it was released"),
     "scattered elsewhere": (lambda c: c.scattered(torch.ones(8, device="meta")), "a tensor on cpu; got one on meta"),
     "scattered integers": (lambda c: c.scattered(torch.ones(4).int()), "whole: expected one of float32"),
     "scattered odd": (lambda c: c.scattered(torch.ones(5)), "2 ranks * 2 elements of shard; got 5"),
     "root too high": (lambda c: c.broadcast(ten, root=2), "0 to 1; got 2"),
     "root below": (lambda c: c.broadcast(ten, root=-1), "0 to 1; got -1"),
     "send two dimensions": (lambda c: c.send(torch.ones(2, 2), 1 - c.rank), "1-D contiguous"),
-    "receive into released": (lambda c: c.recv(released(8), 1 - c.rank), "32 bytes; got 0 bytes: it was released"),
+    "receive into released": (
+        lambda c: c.recv(released_tensor(8), 1 - c.rank),
+        "32 bytes; got 0 bytes: it was released",
+    ),
     "send to itself": (lambda c: c.send(ten, c.rank), "send: to: expected the index in the group of another rank: 1"),
     "send outside": (lambda c: c.send(ten, 2), "another rank: 1; got 2"),
     "send to no index": (lambda c: c.send(ten, "1"), "another rank: 1; got '1'"),  # type: ignore[arg-type]
@@ -81,7 +84,7 @@ def test_refused_before_anything_is_sent(what: str) -> None:
             assert said in str(met.value), met.value
         group.barrier()
 
-    pair(body)
+    run_on_ranks(body)
 
 
 def test_refused_by_a_rank_alone_too() -> None:
@@ -120,7 +123,7 @@ def test_single_rank_copies(wire: torch.dtype, result: torch.dtype) -> None:
 def test_counted_adds_what_a_ring_sends() -> None:
     def body(world: World) -> Sent:
         sent = Sent()
-        group = comm.Counted(world.communicator(range(4), "all"), sent, {"local": 4})
+        group = comm.CountingCommunicator(world.communicator(range(4), "all"), sent, {"local": 4})
         assert (group.rank, group.size, group.ranks) == (world.rank, 4, (0, 1, 2, 3))
         whole, shard = torch.ones(40), torch.ones(10)
         for _ in range(2):
@@ -157,7 +160,7 @@ def test_counted_counts_as_a_verb_is_called() -> None:
         outer, inner, flat = (mesh.communicator(axes, "all") for axes in (("local",), ("node",), ("node", "local")))
         ranks = mesh.ranks(("local", "node"))
         sizes = mesh.shape.sizes(("local", "node"))
-        group = comm.Counted(HierarchicalCommunicator(outer, inner, flat, ranks, "all"), sent, sizes)
+        group = comm.CountingCommunicator(HierarchicalCommunicator(outer, inner, flat, ranks, "all"), sent, sizes)
         if world.rank:
             world.exchange(None)
         whole = torch.ones(40)
@@ -237,12 +240,12 @@ def test_world_of_the_thread() -> None:
 
 
 def test_transposed_orders_are_recognised() -> None:
-    assert transposed((0, 2, 1, 3)) == 2
-    assert transposed((0, 4, 1, 5, 2, 6, 3, 7)) == 2
-    assert transposed((0, 2, 4, 6, 1, 3, 5, 7)) == 4
-    assert transposed((1, 9, 5, 13)) == 2
+    assert find_transposed_size((0, 2, 1, 3)) == 2
+    assert find_transposed_size((0, 4, 1, 5, 2, 6, 3, 7)) == 2
+    assert find_transposed_size((0, 2, 4, 6, 1, 3, 5, 7)) == 4
+    assert find_transposed_size((1, 9, 5, 13)) == 2
     for other in ((0, 1, 2, 3), (3, 2, 1, 0), (0, 1), (0, 2, 3, 1), (0,)):
-        assert transposed(other) is None
+        assert find_transposed_size(other) is None
 
 
 @pytest.mark.parametrize("dtype", (f32, bf16, f16))
