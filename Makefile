@@ -163,8 +163,8 @@ bench-wires: $(VENV)/.installed-bench  ## measure a step between nodes over a sl
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-planner: $(VENV)/.installed-bench  ## measure steps beside what the planner says of them; into RESULTS; 5 minutes
-	$(PY) -m benchmarks.planned --out $(RESULTS)/planned-cpu.json
-	$(PY) -m benchmarks.planner_pictures step $(RESULTS)/planned-cpu.json --out $(RESULTS)/planner-step.png
+	$(PY) -m benchmarks.planning.against_steps --out $(RESULTS)/planned-cpu.json
+	$(PY) -m benchmarks.planning.pictures step $(RESULTS)/planned-cpu.json --out $(RESULTS)/planner-step.png
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-disk: $(VENV)/.installed-bench  ## measure what rests on DISK (this one): beside its peers, memory, steps; into RESULTS
@@ -188,8 +188,8 @@ figures: $(VENV)/.installed-bench  ## the tables in README and docs and every pi
 	$(PY) -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
 	$(PY) -m benchmarks.wires.picture benchmarks/results/wires-*.json --out docs/wires.png
 	$(PY) -m npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB --plot docs/plan.png
-	$(PY) -m benchmarks.planner_pictures step benchmarks/results/planned-cpu.json --out docs/planner-step.png
-	for picture in efficiency scaling fits skew; do $(PY) -m benchmarks.planner_pictures $$picture --out docs/planner-$$picture.png || exit; done
+	$(PY) -m benchmarks.planning.pictures step benchmarks/results/planned-cpu.json --out docs/planner-step.png
+	for picture in efficiency scaling fits skew; do $(PY) -m benchmarks.planning.pictures $$picture --out docs/planner-$$picture.png || exit; done
 	$(PY) -m benchmarks.shown docs/parallelism.md docs/planner.md
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy

@@ -26,7 +26,7 @@ from npuzero.bench import (
     machine_fingerprint,
     run_benchmark,
 )
-from npuzero.bench.disk import SLOTS, stream_store
+from npuzero.bench.suites.disk import SLOTS, stream_store
 from npuzero.memory.file import FileStore
 from npuzero.plan import FAR_CHUNK_BYTES as CHUNK_BYTES
 

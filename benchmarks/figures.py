@@ -19,7 +19,7 @@ from benchmarks import plot, tiers
 from benchmarks.contenders import contender_label, describe_records
 from benchmarks.goals import COMPUTE, FIGURES, GROUPS, IN_PLACE, OWN, GoalFigure, Results
 from npuzero.bench import Record, Result
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,7 +33,7 @@ from npuzero.bench import (
     run_benchmark,
 )
 from npuzero.comm import Communicator, World
-from npuzero.comm.board import CommunicatorFailure
+from npuzero.comm.watchdog.hang_detector import CommunicatorFailure
 from npuzero.device import AsyncHandle, ReadyHandle
 
 GOAL_S = 15e-6

@@ -24,7 +24,7 @@ from benchmarks import tiers
 from benchmarks.contenders import contender_label, describe_records
 from benchmarks.goals import FIGURES
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, add_caption
+from npuzero.cli.output.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, add_caption
 
 _ROW_INCHES, _PANEL_INCHES, _HEAD_INCHES = 0.27, 0.95, 1.1
 _WAY = ", read in place"  # of two figures of one collective: a row has both

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from benchmarks.goals import added_seconds, find_exact_contender
 from npuzero.bench import Result
-from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, add_caption
+from npuzero.cli.output.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, add_caption
 
 STEP, WATER = "nvme/step-", "highwater"
 #: Contenders by the names that their users know.

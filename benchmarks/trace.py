@@ -24,9 +24,9 @@ from matplotlib.patches import Patch
 
 from benchmarks.axes import schedule_picture
 from benchmarks.plot import Axes, Figure, describe_machine, plt  # first: it chooses matplotlib's backend
-from npuzero.cli.palette import PAPER, PARTS, STYLE, TEXT, WORK, add_caption, text_colour
+from npuzero.cli.output.palette import PAPER, PARTS, STYLE, TEXT, WORK, add_caption, text_colour
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import PipelineSchedule, ScheduleTimeline, TimedAction, schedule
+from npuzero.parallel.pipeline_parallel.schedule import PipelineSchedule, ScheduleTimeline, TimedAction, schedule
 
 PHASES = ("forward", "backward", "update")
 #: What the loop waits in, by category. It computes in the rest of a phase: a wait is never both.

@@ -39,7 +39,7 @@ from npuzero.api import (
     skip_nonfinite_,
     zero,
 )
-from npuzero.checkpoint.weights import Weights
+from npuzero.checkpoint.weight_files.read_weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
 from npuzero.errors import (
@@ -61,7 +61,7 @@ from npuzero.info import info
 from npuzero.parallel.batches import GlobalBatch
 from npuzero.parallel.mesh import mesh
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, THINNED, Memory, MeshShape, Placement, Plan, Precision, Report
-from npuzero.shard.tiles import tiled
+from npuzero.shard.layout.tiled_linear import tiled
 
 if TYPE_CHECKING:
     from npuzero.compat.deepspeed import initialize

@@ -54,7 +54,7 @@ kernels, isa, built_isas, supported_isas, use_isa = (
 )
 npu_library, npu_launches = _C.npu_kernels, _C.npu_launches
 NORM_BLOCK: int = _C.norm_block()
-# Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
+# Collectives between the ranks of one host; npuzero.comm.backends.shared_memory is their Python side.
 comm: Any = _C.comm
 # Host memory whose pages come and go; npuzero.memory.space is its Python side.
 host: Any = _C.host

@@ -25,9 +25,9 @@ from npuzero.errors import ConfigError, PackageMissing
 from npuzero.optim.adam import FUSED
 from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import shard_in_place
-from npuzero.optim.wrapped import TorchOptimizerWorker
-from npuzero.shard.everyone import exchange_or_raise
+from npuzero.optim.workers.torch_optimizer import TorchOptimizerWorker
 from npuzero.shard.find_engine import engine_of, split_by_engine
+from npuzero.shard.parameters.across_stages import exchange_or_raise
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -23,7 +23,7 @@ from npuzero import adopt
 from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, gathered, load_full_state_dict
 from npuzero.errors import ConfigError
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.guard import is_engine_parameter
+from npuzero.shard.modules.sharded_tensor import is_engine_parameter
 
 
 def _import_lightning() -> tuple[Any, Any, Any]:

@@ -30,7 +30,7 @@ except ImportError as error:
     raise adopt.package_missing_error("npuzero.transformers", "transformers", error) from error
 
 from npuzero.accelerate import ZeroAccelerator
-from npuzero.checkpoint.weights import find_weight_tensors
+from npuzero.checkpoint.weight_files.read_weights import find_weight_tensors
 from npuzero.shard.state_dict import override_state_dict
 
 __all__ = ["ZeroTrainer"]

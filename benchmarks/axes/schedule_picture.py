@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.patches import Patch
 
 from benchmarks.plot import Axes, Figure, describe_machine, plt  # first: it chooses matplotlib's backend
-from npuzero.cli.palette import PAPER, PARTS, STYLE, add_caption, text_colour
-from npuzero.parallel.schedule import PipelineSchedule, ScheduleTimeline, simulate
+from npuzero.cli.output.palette import PAPER, PARTS, STYLE, add_caption, text_colour
+from npuzero.parallel.pipeline_parallel.schedule import PipelineSchedule, ScheduleTimeline, simulate
 
 #: Forward, backward; or of the inputs and of the weights.
 COLOURS = {"F": PARTS["parameters"], "B": PARTS["gradients"], "I": PARTS["gradients"], "W": PARTS["activations"]}

@@ -28,12 +28,12 @@ from npuzero.bench import (
     machine_fingerprint,
     run_benchmark,
 )
-from npuzero.bench.ops import CASES
 from npuzero.bench.setting import OWN, BenchmarkSetting
-from npuzero.bench.updates import ADAM_TOLERANCE, FlatAdamRun
-from npuzero.bench.wires import WIRES
+from npuzero.bench.suites.ops import CASES
+from npuzero.bench.suites.updates import ADAM_TOLERANCE, FlatAdamRun
+from npuzero.bench.suites.wires import WIRES
 from npuzero.cli.bench import render_record
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import dequantize_sum as dequantize_sum_reference
 from npuzero.ops.reference import norm as norm_reference

@@ -31,14 +31,14 @@ from npuzero.bench import (
     Team,
     format_command,
     machine_fingerprint,
-    ops,
     python_worker,
     run_benchmark,
 )
-from npuzero.bench import comm as collectives
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
 from npuzero.bench.setting import ELEMENTS, QUICK_ELEMENTS, BenchmarkSetting
-from npuzero.bench.updates import MakeAdam, benchmark_mixed_step, torch_adam_factory
+from npuzero.bench.suites import comm as collectives
+from npuzero.bench.suites import ops
+from npuzero.bench.suites.updates import MakeAdam, benchmark_mixed_step, torch_adam_factory
 from npuzero.cli.bench import render_record
 
 SUITE = "deepspeed"

@@ -48,7 +48,7 @@ from npuzero.bench import (
     run_benchmark,
 )
 from npuzero.bench.group import ControlGroup, open_control_group
-from npuzero.cli.table import format_table as tabular
+from npuzero.cli.output.table import format_table as tabular
 from npuzero.errors import BenchmarkError
 
 SUITE = "nvme"

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.plot import Axes, Figure, Line2D, describe_machine, plt  # first: it chooses matplotlib's backend
 from benchmarks.precision.curves import AFTER, BASELINE, CONTENDERS, WINDOW, largest_distance, smooth_losses
-from npuzero.cli.palette import CURVES, FAINT, GOAL, OTHER, STYLE, add_caption
+from npuzero.cli.output.palette import CURVES, FAINT, GOAL, OTHER, STYLE, add_caption
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

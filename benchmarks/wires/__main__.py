@@ -44,7 +44,7 @@ from npuzero.bench import (
     python_worker,
     run_benchmark,
 )
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.errors import BenchmarkError
 
 SHARED, NAMESPACES = "shared", "namespaces"

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from npuzero.comm import AsyncHandle, Communicator, World
-from npuzero.comm.board import CommunicatorFailure
+from npuzero.comm.watchdog.hang_detector import CommunicatorFailure
 from npuzero.device import HostLane
 from npuzero.plan import ring_bytes
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 from benchmarks.contenders import describe_records
 from benchmarks.plot import Axes, Figure, Line2D, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import CURVES, FAINT, OTHER, STYLE, add_caption
+from npuzero.cli.output.palette import CURVES, FAINT, OTHER, STYLE, add_caption
 
 OWN, BESIDE = "npuzero thin", "npuzero hpz"
 #: Where a link without a limit is drawn, in Gbit/s.

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from npuzero.cli.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, add_caption
+from npuzero.cli.output.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, add_caption
 
 LABELS = {"zero0": "stage 0", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
 ENLARGED_STEPS = 25

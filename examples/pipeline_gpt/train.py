@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import npuzero
-from npuzero.parallel.schedule import NAMES
+from npuzero.parallel.pipeline_parallel.schedule import NAMES
 from npuzero.plan import DATA
 
 VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 128, 32, 64, 4, 8  # ASCII

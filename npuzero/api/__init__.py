@@ -3,9 +3,9 @@
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms, skip_nonfinite_
 from npuzero.api.model import apply_pending, gathered, init, no_sync, predict, register_forward_method, report, zero
 from npuzero.api.pipeline import pipeline
-from npuzero.checkpoint.export import export
+from npuzero.checkpoint.weight_files.export import export
 from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
-from npuzero.shard.absence import offloaded
+from npuzero.shard.offload_model import offloaded
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [

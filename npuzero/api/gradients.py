@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from npuzero.arguments import as_number, describe_value
 from npuzero.errors import StateError
-from npuzero.shard.clipping import clip_gradient_norm, clip_gradient_values, skip_nonfinite
 from npuzero.shard.find_engine import engine_behind, find_gradient_targets
+from npuzero.shard.step.clip_gradients import clip_gradient_norm, clip_gradient_values, skip_nonfinite
 
 
 def clip_grad_norm_(

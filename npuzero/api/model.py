@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from npuzero import comm
-from npuzero.checkpoint.weights import Weights, parse_weights
+from npuzero.checkpoint.weight_files.read_weights import Weights, parse_weights
 from npuzero.comm import Mesh, World
 from npuzero.config import SETTING_KEYWORDS, Environment, SettingRule, Settings, describe_value, public_name
 from npuzero.errors import ConfigError, did_you_mean, refuse_unknown_keywords
 from npuzero.parallel.mesh import find_training_ranks
-from npuzero.parallel.pipeline import Pipeline
+from npuzero.parallel.pipeline_parallel.runner import Pipeline
 from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard import build
-from npuzero.shard.buffers import BUFFER_RULES
-from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_of, not_sharded_error, split_by_engine
-from npuzero.shard.origin import InitialValues
-from npuzero.shard.plans import UnitPlans
+from npuzero.shard.layout.find_units import UnitRule
+from npuzero.shard.layout.unit_plans import UnitPlans
+from npuzero.shard.state.initial_values import InitialValues
 from npuzero.shard.state_dict import attach_engine
+from npuzero.shard.step.module_buffers import BUFFER_RULES
 
 PlanLike = Plan | str | int | float
 #: A model stays what it is to a type checker, too.

@@ -8,18 +8,18 @@ from pathlib import Path
 from torch import nn
 
 from npuzero.api.model import PlanLike, checked_settings, chosen_plan, zero
-from npuzero.checkpoint.weights import Weights
+from npuzero.checkpoint.weight_files.read_weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
 from npuzero.errors import refuse_unknown_keywords
-from npuzero.parallel.kept import choose_between_plan
 from npuzero.parallel.mesh import check_pipeline
-from npuzero.parallel.pipeline import Loss, Pipeline, agree_on_schedule
-from npuzero.parallel.schedule import schedule as table_of
-from npuzero.parallel.stages import divide_into_stages
-from npuzero.parallel.tensor import repeats_activations
+from npuzero.parallel.pipeline_parallel.divide import divide_into_stages
+from npuzero.parallel.pipeline_parallel.keep_between import choose_between_plan
+from npuzero.parallel.pipeline_parallel.runner import Loss, Pipeline, agree_on_schedule
+from npuzero.parallel.pipeline_parallel.schedule import schedule as table_of
+from npuzero.parallel.tensor_parallel.api import repeats_activations
 from npuzero.plan import PIPE, TENSOR, Plan, PrecisionLike
-from npuzero.shard.plans import UnitPlans
+from npuzero.shard.layout.unit_plans import UnitPlans
 
 
 @refuse_unknown_keywords(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from npuzero.shard.snapshot import KeptPart, Later, StateSnapshot
+from npuzero.shard.state.snapshot import KeptPart, Later, StateSnapshot
 
 #: Copies lie in blocks of so many bytes, or of as many as one of them has.
 _BLOCK_BYTES = 64 << 20

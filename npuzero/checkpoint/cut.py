@@ -11,20 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import planner
 
-from npuzero.checkpoint import parts
-from npuzero.checkpoint.boxes import TensorBox
-from npuzero.checkpoint.metadata import Chunk, Index, tensor_properties
-from npuzero.checkpoint.parts import MODEL, OPTIMIZER, CutOptimizer, SavedPart, SavedTensor, SlotPiece, UnshardedEntry
-from npuzero.checkpoint.stages import StageShare, merge_group_names
+from npuzero.checkpoint.layout import parts
+from npuzero.checkpoint.layout.across_stages import StageShare, merge_group_names
+from npuzero.checkpoint.layout.boxes import TensorBox
+from npuzero.checkpoint.layout.dcp_metadata import Chunk, Index, tensor_properties
+from npuzero.checkpoint.layout.parts import (
+    MODEL,
+    OPTIMIZER,
+    CutOptimizer,
+    SavedPart,
+    SavedTensor,
+    SlotPiece,
+    UnshardedEntry,
+)
 from npuzero.errors import CheckpointError, StateError
 from npuzero.plan import STAGE
 from npuzero.shard.engine import Engine
-from npuzero.shard.everyone import pick_per_stage
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.lag import LAGGING, warn_of_delay
-from npuzero.shard.snapshot import NOW, Later, StateSnapshot
-from npuzero.shard.tiles import TileRows, find_tile_rows
+from npuzero.shard.layout.tiled_linear import TileRows, find_tile_rows
+from npuzero.shard.offload.delayed_update import LAGGING, warn_of_delay
+from npuzero.shard.parameters.across_stages import pick_per_stage
+from npuzero.shard.state.flat_parameter import FlatParameter
+from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 
 
 class CutTensor(torch.Tensor):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from npuzero.arguments import as_path
 from npuzero.checkpoint import owner
-from npuzero.checkpoint.files import MANIFEST
+from npuzero.checkpoint.formats.item_files import MANIFEST
 from npuzero.checkpoint.owner import ClaimFile, OwnerStatus
 from npuzero.errors import CheckpointError
 

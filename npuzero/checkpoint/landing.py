@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuzero.checkpoint.parts import ITEM_BYTES, BoxLocation, SlotPiece
+from npuzero.checkpoint.layout.parts import ITEM_BYTES, BoxLocation, SlotPiece
 from npuzero.checkpoint.source import ReadRequest
 
 #: Elements of a range: whole blocks of moments, and as many as an item has.

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npuzero.checkpoint import parts, rng
+from npuzero.checkpoint import rng
 from npuzero.checkpoint.landing import RANGE, LoadTarget, Stored
-from npuzero.checkpoint.metadata import Tensors
-from npuzero.checkpoint.parts import MODEL, CutOptimizer, SavedPart, SlotPiece
+from npuzero.checkpoint.layout import parts
+from npuzero.checkpoint.layout.across_stages import StageShare, merge_group_names
+from npuzero.checkpoint.layout.dcp_metadata import Tensors
+from npuzero.checkpoint.layout.parts import MODEL, CutOptimizer, SavedPart, SlotPiece
 from npuzero.checkpoint.source import CheckpointReader, ReadRequest
-from npuzero.checkpoint.stages import StageShare, merge_group_names
 from npuzero.errors import CheckpointError, describe_differing_names
 from npuzero.shard.engine import Engine
-from npuzero.shard.extra import is_extra_state, load_extra_state
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.gradient import drop_rounding_errors
-from npuzero.shard.lag import warn_of_delay
-from npuzero.shard.tiles import find_tile_rows
+from npuzero.shard.layout.tiled_linear import find_tile_rows
+from npuzero.shard.offload.delayed_update import warn_of_delay
+from npuzero.shard.state.extra_state import is_extra_state, load_extra_state
+from npuzero.shard.state.flat_gradient import drop_rounding_errors
+from npuzero.shard.state.flat_parameter import FlatParameter
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
 

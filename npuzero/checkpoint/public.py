@@ -12,24 +12,26 @@ import torch
 from torch import nn
 
 from npuzero.arguments import as_path, check_count, check_flag
-from npuzero.checkpoint import files, loading, parts
 from npuzero.checkpoint import folder as folders
+from npuzero.checkpoint import loading
 from npuzero.checkpoint import rng as generators
 from npuzero.checkpoint.cut import CutTensor as CutTensor  # here the package finds all that it offers
 from npuzero.checkpoint.cut import load_state_dict as load_state_dict
 from npuzero.checkpoint.cut import state_dict as state_dict
+from npuzero.checkpoint.formats import item_files as files
+from npuzero.checkpoint.layout import parts
+from npuzero.checkpoint.layout.across_stages import StageShare
+from npuzero.checkpoint.layout.parts import UnshardedEntry
 from npuzero.checkpoint.loading import CheckpointLoader, Loaded
-from npuzero.checkpoint.parts import UnshardedEntry
 from npuzero.checkpoint.saving import CHANNEL, SaveJob, Saving, agree_on_save, get_saver
 from npuzero.checkpoint.source import CheckpointReader
-from npuzero.checkpoint.stages import StageShare
-from npuzero.comm.calls import collective_call
+from npuzero.comm.watchdog.call_names import collective_call
 from npuzero.errors import CheckpointError, refuse_unknown_keywords
 from npuzero.plan import DATA, STAGE
-from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.repeated import check_replicated
+from npuzero.shard.parameters import across_stages as everyone
+from npuzero.shard.parameters.check_repeated import check_replicated
 
 PathLike = str | os.PathLike[str]
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from npuzero import observe
 from npuzero.checkpoint import folder as folders
-from npuzero.checkpoint.archive import item_bytes
 from npuzero.checkpoint.beside import BackgroundSnapshot, SnapshotMemory
-from npuzero.checkpoint.files import (
+from npuzero.checkpoint.folder import PartialCheckpoint
+from npuzero.checkpoint.formats.item_files import (
     METADATA,
     DataFile,
     FileFacts,
@@ -33,16 +33,16 @@ from npuzero.checkpoint.files import (
     write_durably,
     write_manifest,
 )
-from npuzero.checkpoint.folder import PartialCheckpoint
-from npuzero.checkpoint.metadata import MetadataBuilder, parse_metadata
-from npuzero.checkpoint.parts import MODEL, OPTIMIZER, SavedBox, SavedPart, UnshardedEntry
-from npuzero.checkpoint.stages import StageShare, merge_group_names
+from npuzero.checkpoint.formats.torch_zip import item_bytes
+from npuzero.checkpoint.layout.across_stages import StageShare, merge_group_names
+from npuzero.checkpoint.layout.dcp_metadata import MetadataBuilder, parse_metadata
+from npuzero.checkpoint.layout.parts import MODEL, OPTIMIZER, SavedBox, SavedPart, UnshardedEntry
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
 from npuzero.plan import PIPE, STAGE, TENSOR, MeshShape
-from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
-from npuzero.shard.snapshot import NOW, Later, StateSnapshot
+from npuzero.shard.parameters import across_stages as everyone
+from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 
 #: Saves talk to each other apart from training, since they may run beside it.
 CHANNEL = "checkpoint"
@@ -243,7 +243,9 @@ _savers: weakref.WeakKeyDictionary[Engine, CheckpointSaver] = weakref.WeakKeyDic
 
 
 def agree_on_save(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """Exchange what every rank says, see :func:`npuzero.shard.everyone.exchange_or_raise`, on the channel of saves."""
+    """Exchange what every rank says, see :func:`npuzero.shard.parameters.across_stages.exchange_or_raise`, on the
+    channel of saves.
+    """
     return everyone.exchange_or_raise(world, subject, problem, value, CHANNEL)
 
 

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from npuzero.checkpoint import metadata, safe_pickle
-from npuzero.checkpoint.archive import HEAD, TAIL
-from npuzero.checkpoint.boxes import TensorBox
-from npuzero.checkpoint.files import (
+from npuzero.checkpoint.formats import safe_pickle
+from npuzero.checkpoint.formats.item_files import (
     MANIFEST,
     METADATA,
     Manifest,
@@ -30,7 +28,10 @@ from npuzero.checkpoint.files import (
     read_file,
     unreadable_file_error,
 )
-from npuzero.checkpoint.metadata import Chunk, Index, Tensors
+from npuzero.checkpoint.formats.torch_zip import HEAD, TAIL
+from npuzero.checkpoint.layout import dcp_metadata as metadata
+from npuzero.checkpoint.layout.boxes import TensorBox
+from npuzero.checkpoint.layout.dcp_metadata import Chunk, Index, Tensors
 from npuzero.errors import CheckpointError
 from npuzero.ops.storage.lazy import is_lazy
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from npuzero import device as devices
-from npuzero.bench import Record, Result, cluster, comm, machine_fingerprint, ops, summarize
-from npuzero.cli.table import format_table
+from npuzero.bench import Record, Result, machine_fingerprint, summarize
+from npuzero.bench.suites import cluster, comm, ops
+from npuzero.cli.output.table import format_table
 from npuzero.config import read_launch
 from npuzero.errors import ConfigError
 from npuzero.planner import Cluster

@@ -15,12 +15,13 @@ import torch
 
 from npuzero import device as devices
 from npuzero._native import npu_launches
-from npuzero.bench import check, machine_fingerprint
-from npuzero.bench.check_setup import check_setup, kernel_library
-from npuzero.bench.check_training import check_training
+from npuzero.bench import machine_fingerprint
+from npuzero.bench.checks import check_ops as check
+from npuzero.bench.checks.check_setup import check_setup, kernel_library
+from npuzero.bench.checks.check_training import check_training
 from npuzero.cli.arguments import parse_number
 from npuzero.cli.disk import check_disks
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.config import get_reportable_variables
 from npuzero.errors import BenchmarkError
 from npuzero.info import info

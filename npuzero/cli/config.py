@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from npuzero.cli.arguments import parse_number
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.errors import ConfigError, did_you_mean
 
 #: By a file's ending whose configuration it is, and the part of the package that explains it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from npuzero.bench.disk import DiskSpeeds, disk_step_seconds, measure_disk_speeds
-from npuzero.cli.table import format_table
+from npuzero.bench.suites.disk import DiskSpeeds, disk_step_seconds, measure_disk_speeds
+from npuzero.cli.output.table import format_table
 from npuzero.config import Settings
 
 _QUICK = {"seconds": 0.1, "nbytes": 1 << 27}

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from npuzero.checkpoint.convert import export_checkpoint
-from npuzero.checkpoint.export import FILE_BYTES
+from npuzero.checkpoint.weight_files.export import FILE_BYTES
+from npuzero.checkpoint.weight_files.export_checkpoint import export_checkpoint
 from npuzero.cli.arguments import parse_number
 from npuzero.plan import DTYPES
 

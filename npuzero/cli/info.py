@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from npuzero.cli.table import format_table
+from npuzero.cli.output.table import format_table
 from npuzero.info import info
 
 

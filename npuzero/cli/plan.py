@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import advise, axes, pipes, tiers, wires
 from npuzero.cli.arguments import parse_memory_size, parse_named_number, parse_number
-from npuzero.cli.plot import plot_reports
-from npuzero.cli.table import format_bytes, format_table
+from npuzero.cli.output.plot import plot_reports
+from npuzero.cli.output.table import format_bytes, format_table
+from npuzero.cli.plan_options import advise, axes, pipes, tiers, wires
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
 from npuzero.plan import (

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from npuzero import observe
-from npuzero.comm.board import CommunicatorFailure
 from npuzero.comm.communicator import Communicator
+from npuzero.comm.watchdog.hang_detector import CommunicatorFailure
 from npuzero.device import AsyncHandle
 from npuzero.plan import Sent, axis_bytes
 

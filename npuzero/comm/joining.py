@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from npuzero import config, device, observe
-from npuzero.comm import fork
-from npuzero.comm.calls import named_call
-from npuzero.comm.lives import open_restart_store
 from npuzero.comm.process_world import ProcessWorld
-from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRankRegistry
+from npuzero.comm.rendezvous.restarts import open_restart_store
+from npuzero.comm.rendezvous.roll_call import DO, EXPECTED, RollCall, StoredRankRegistry
+from npuzero.comm.watchdog import fork
+from npuzero.comm.watchdog.call_names import named_call
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
 from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 

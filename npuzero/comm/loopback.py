@@ -12,11 +12,18 @@ from typing import Any, TypeVar
 import torch
 
 from npuzero import observe
-from npuzero.comm import shared_memory
-from npuzero.comm.board import NOWHERE, SLICE_S, CommunicatorFailure, RankStatus, WaitWatcher, make_abort_failure
+from npuzero.comm.backends import shared_memory
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.exchange import format_exchange_place, make_exchange_rendezvous
 from npuzero.comm.joining import entered
+from npuzero.comm.rendezvous.exchange_values import format_exchange_place, make_exchange_rendezvous
+from npuzero.comm.watchdog.hang_detector import (
+    NOWHERE,
+    SLICE_S,
+    CommunicatorFailure,
+    RankStatus,
+    WaitWatcher,
+    make_abort_failure,
+)
 from npuzero.comm.world import World
 from npuzero.errors import CollectiveError
 

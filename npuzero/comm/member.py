@@ -8,7 +8,13 @@ from typing import final
 
 import torch
 
-from npuzero.comm.board import CommunicatorFailure, HangDetector, Rendezvous, WaitWatcher, make_abort_failure
+from npuzero.comm.watchdog.hang_detector import (
+    CommunicatorFailure,
+    HangDetector,
+    Rendezvous,
+    WaitWatcher,
+    make_abort_failure,
+)
 
 
 class GroupRank(ABC):

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from npuzero import device
-from npuzero.comm import shared_memory
-from npuzero.comm.board import SLICE_S, CommunicatorFailure
+from npuzero.comm.backends import shared_memory
+from npuzero.comm.backends.hierarchical import HierarchicalCommunicator, find_transposed_size
+from npuzero.comm.backends.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
 from npuzero.comm.communicator import Communicator
-from npuzero.comm.exchange import ValueExchange
-from npuzero.comm.hierarchical import HierarchicalCommunicator, find_transposed_size
-from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
-from npuzero.comm.roll import DO, EXPECTED, RollCall, describe_missing_ranks
-from npuzero.comm.store import PrefixedStore, SharedStatusStore
+from npuzero.comm.rendezvous.exchange_values import ValueExchange
+from npuzero.comm.rendezvous.roll_call import DO, EXPECTED, RollCall, describe_missing_ranks
+from npuzero.comm.rendezvous.store import PrefixedStore, SharedStatusStore
+from npuzero.comm.watchdog.hang_detector import SLICE_S, CommunicatorFailure
 from npuzero.comm.world import TIMEOUT_S, World
 from npuzero.errors import CollectiveError, ConfigError
 

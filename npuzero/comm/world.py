@@ -16,12 +16,18 @@ from typing import Any, final
 
 import torch
 
-from npuzero.comm import fork
-from npuzero.comm.board import CommunicatorFailure, HangDetector, NullStatusStore, StatusStore, make_abort_failure
-from npuzero.comm.calls import collective_call
+from npuzero.comm.backends.single import SingleCommunicator
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.companions import BackgroundUsers
-from npuzero.comm.single import SingleCommunicator
+from npuzero.comm.watchdog import fork
+from npuzero.comm.watchdog.call_names import collective_call
+from npuzero.comm.watchdog.hang_detector import (
+    CommunicatorFailure,
+    HangDetector,
+    NullStatusStore,
+    StatusStore,
+    make_abort_failure,
+)
 from npuzero.config import describe_value
 from npuzero.errors import ContractError
 

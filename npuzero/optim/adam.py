@@ -14,8 +14,8 @@ from npuzero.config import describe_value
 from npuzero.errors import ConfigError, refuse_unknown_keywords
 from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import ZeroOptimizer
-from npuzero.optim.rule import Options, ParameterRange, UpdateRule
-from npuzero.optim.segments import stack_float64
+from npuzero.optim.rules.rule import Options, ParameterRange, UpdateRule
+from npuzero.optim.rules.segments import stack_float64
 
 # As torch has them: a program may put this module's in their place.
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW

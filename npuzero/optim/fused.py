@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.optim import states
-from npuzero.optim.early import Begun, EarlyUpdateStarter, check_early
-from npuzero.optim.moments import MOMENT_DTYPES
-from npuzero.optim.plain import NumberedParameter, PlainParameterWorker
-from npuzero.optim.rule import Options, UpdateRule
-from npuzero.optim.shards import Members, ShardedParameterWorker
-from npuzero.optim.worker import OptimizerWorker, refuse_differentiable
+from npuzero.optim.rules.moments import MOMENT_DTYPES
+from npuzero.optim.rules.rule import Options, UpdateRule
+from npuzero.optim.workers import torch_states as states
+from npuzero.optim.workers.base import OptimizerWorker, refuse_differentiable
+from npuzero.optim.workers.early_update import Begun, EarlyUpdateStarter, check_early
+from npuzero.optim.workers.plain_parameters import NumberedParameter, PlainParameterWorker
+from npuzero.optim.workers.sharded_parameters import Members, ShardedParameterWorker
 from npuzero.plan import DTYPES, MASTERS
-from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import split_by_engine
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.snapshot import Later, StateSnapshot
+from npuzero.shard.gradients.vote_rules import Words
+from npuzero.shard.state.flat_parameter import FlatParameter
+from npuzero.shard.state.snapshot import Later, StateSnapshot
 
 
 class FusedWorker(OptimizerWorker):

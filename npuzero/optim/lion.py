@@ -13,8 +13,8 @@ from npuzero import ops
 from npuzero.errors import ConfigError, refuse_unknown_keywords
 from npuzero.optim.fused import FusedWorker
 from npuzero.optim.optimizer import ZeroOptimizer
-from npuzero.optim.rule import Options, ParameterRange, UpdateRule
-from npuzero.optim.segments import stack_float64
+from npuzero.optim.rules.rule import Options, ParameterRange, UpdateRule
+from npuzero.optim.rules.segments import stack_float64
 
 
 @final

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
-from npuzero.comm.calls import collective_call
+from npuzero.comm.watchdog.call_names import collective_call
 from npuzero.config import explain_strict_refusal
 from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
-from npuzero.optim import states
-from npuzero.optim.rule import Options
-from npuzero.optim.terms import VoteTerms
-from npuzero.optim.worker import OptimizerWorker
-from npuzero.optim.wrapped import TorchOptimizerWorker
-from npuzero.shard.accord import Words
+from npuzero.optim.rules.rule import Options
+from npuzero.optim.workers import torch_states as states
+from npuzero.optim.workers.base import OptimizerWorker
+from npuzero.optim.workers.torch_optimizer import TorchOptimizerWorker
+from npuzero.optim.workers.vote_terms import VoteTerms
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_behind, split_by_engine
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.lag import LAGGING
-from npuzero.shard.ownership import refused_copy_error
-from npuzero.shard.snapshot import Later, StateSnapshot
+from npuzero.shard.gradients.vote_rules import Words
+from npuzero.shard.offload.delayed_update import LAGGING
+from npuzero.shard.state.claim import refused_copy_error
+from npuzero.shard.state.flat_parameter import FlatParameter
+from npuzero.shard.state.snapshot import Later, StateSnapshot
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

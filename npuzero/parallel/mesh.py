@@ -9,8 +9,8 @@ from npuzero.arguments import check_count
 from npuzero.comm import Mesh, World
 from npuzero.config import describe_value, public_name
 from npuzero.errors import ConfigError, refuse_unknown_keywords
-from npuzero.parallel.sequence_models import check_sequence_prepared
-from npuzero.shard.axes import find_mesh
+from npuzero.parallel.sequence_parallel.transformers_models import check_sequence_prepared
+from npuzero.shard.layout.mesh_axes import find_mesh
 
 
 @refuse_unknown_keywords(

@@ -7,7 +7,7 @@ from torch import nn
 from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Relation
-from npuzero.shard.relations import relate_parameter
+from npuzero.shard.layout.axis_relations import relate_parameter
 
 _WORDS = {relation.value: relation for relation in Relation}
 

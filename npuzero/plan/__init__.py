@@ -22,11 +22,39 @@ What ``after_forward`` and ``between`` keep within a step R1 need not gather aga
 This package is pure data and arithmetic: it knows no process group, no module and no device.
 """
 
-from npuzero.plan.cuts import Cut, CutBlock, TensorPortion
-from npuzero.plan.flats import FlatSize
-from npuzero.plan.mesh import SHARD_BYTES, MeshShape, axis_bytes, divisors, ring_bytes
-from npuzero.plan.moves import flatten_moves
-from npuzero.plan.placement import (
+from npuzero.plan.prediction.predict import predict_bytes
+from npuzero.plan.prediction.report import (
+    FROM_DISK,
+    LINKS,
+    TO_DEVICE,
+    TO_DISK,
+    TO_HOST,
+    VERBS,
+    Report,
+    Sent,
+    sent_by_axis,
+    sent_by_verb,
+)
+from npuzero.plan.prediction.step_schedule import DIGEST_BITS, StepSpec, steady_step
+from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, THINNED, Plan
+from npuzero.plan.sizes.flat_sizes import FlatSize
+from npuzero.plan.sizes.memory_tiers import (
+    FAR_CHUNK_BYTES,
+    PAGE_BYTES,
+    READ_SLOTS,
+    RING_SLOTS,
+    STATE_ALIGNMENT,
+    RingSections,
+    TierPart,
+    device_shard_numel,
+    divide_shards,
+    offloaded_block_bytes,
+    ring_section_bytes,
+    round_up_pages,
+)
+from npuzero.plan.table.axis_relations import Relation, Relations, axes_with, default_relation
+from npuzero.plan.table.mesh_shape import SHARD_BYTES, MeshShape, axis_bytes, divisors, ring_bytes
+from npuzero.plan.table.placement import (
     AXES,
     DATA,
     ENDS,
@@ -44,7 +72,7 @@ from npuzero.plan.placement import (
     axes_beyond,
     axes_over,
 )
-from npuzero.plan.precision import (
+from npuzero.plan.table.precision import (
     DTYPES,
     MASTERS,
     MATMULS,
@@ -57,37 +85,9 @@ from npuzero.plan.precision import (
     PrecisionLike,
     parse_precision,
 )
-from npuzero.plan.predict import predict_bytes
-from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, THINNED, Plan
-from npuzero.plan.relations import Relation, Relations, axes_with, default_relation
-from npuzero.plan.report import (
-    FROM_DISK,
-    LINKS,
-    TO_DEVICE,
-    TO_DISK,
-    TO_HOST,
-    VERBS,
-    Report,
-    Sent,
-    sent_by_axis,
-    sent_by_verb,
-)
-from npuzero.plan.schedule import DIGEST_BITS, StepSpec, steady_step
-from npuzero.plan.tiers import (
-    FAR_CHUNK_BYTES,
-    PAGE_BYTES,
-    READ_SLOTS,
-    RING_SLOTS,
-    STATE_ALIGNMENT,
-    RingSections,
-    TierPart,
-    device_shard_numel,
-    divide_shards,
-    offloaded_block_bytes,
-    ring_section_bytes,
-    round_up_pages,
-)
-from npuzero.plan.wire import WireLevel, levels_beyond, levels_of, residual_numels, thin_message_bytes
+from npuzero.plan.table.step_moves import flatten_moves
+from npuzero.plan.table.tensor_slices import Cut, CutBlock, TensorPortion
+from npuzero.plan.table.wire import WireLevel, levels_beyond, levels_of, residual_numels, thin_message_bytes
 
 __all__ = [
     "AXES",

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from npuzero.errors import ConfigError, did_you_mean, refuse_unknown_keywords
-from npuzero.plan.mesh import MeshShape
-from npuzero.plan.placement import (
+from npuzero.plan.table.axis_relations import Relation, Relations, axes_with
+from npuzero.plan.table.mesh_shape import MeshShape
+from npuzero.plan.table.placement import (
     DATA,
     ENDS,
     LOCAL,
@@ -22,8 +23,7 @@ from npuzero.plan.placement import (
     axes_between,
     axes_beyond,
 )
-from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
-from npuzero.plan.relations import Relation, Relations, axes_with
+from npuzero.plan.table.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
 
 
 @refuse_unknown_keywords(held="after_forward", reshard_after_forward="after_forward", reshard_after_backward="between")

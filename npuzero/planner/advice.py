@@ -13,14 +13,14 @@ from torch import nn
 from npuzero.config import describe_value, read_json
 from npuzero.errors import ConfigError, StateError, refuse_unknown_keywords
 from npuzero.plan import NODE, PIPE, PRECISIONS, SEQUENCE, TENSOR, Memory
-from npuzero.planner.cluster import Cluster
-from npuzero.planner.estimate import Estimate, Estimator
+from npuzero.planner.hardware.cluster import Cluster
+from npuzero.planner.model_work.job import TrainingJob
 from npuzero.planner.models import ModelShape, from_config
-from npuzero.planner.run import TrainingJob
 from npuzero.planner.search import Choices, SearchResult, choices_over_axes, search_runs, state_bytes
+from npuzero.planner.timing.estimate import Estimate, Estimator
 from npuzero.planner.ways import WayOut, ways_out
 from npuzero.shard.build import get_unit_parameters, nested_unit_spans
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 
 _GIB = 2**30
 #: Reasons name so many plans.
@@ -134,7 +134,7 @@ def advise(
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
         clip: whether the gradient norm is taken.
         axes: whether to look along tensor, sequence and pipeline ranks, too; the model then takes more than
-            :func:`npuzero.zero`: see :meth:`npuzero.planner.estimate.Estimate.axes`.
+            :func:`npuzero.zero`: see :meth:`npuzero.planner.timing.estimate.Estimate.axes`.
         choices: among which presets, groups of ranks, offloads, sizes of axes and so on; None: all that keep the whole
             state on the devices and round nothing.
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.parallel.tensor import MODES
+from npuzero.parallel.tensor_parallel.api import MODES
 from npuzero.plan import DATA, LOCAL, OFFLOADS, PRESETS, SEQUENCED, MeshShape, Placement, Plan, PrecisionLike, WireLevel
-from npuzero.planner.axes import LayerTraffic, arrange_mesh, divide_model_shape, slowest_stage_shape
-from npuzero.planner.cluster import Cluster
-from npuzero.planner.estimate import Estimate, Estimator, count_sequence_groups, count_step_tokens
+from npuzero.planner.hardware.cluster import Cluster
+from npuzero.planner.model_work.axes import LayerTraffic, arrange_mesh, divide_model_shape, slowest_stage_shape
+from npuzero.planner.model_work.job import TrainingJob, TrainingRun
+from npuzero.planner.model_work.stages import StagedModel
 from npuzero.planner.models import ModelShape
-from npuzero.planner.run import TrainingJob, TrainingRun
-from npuzero.planner.stages import StagedModel
+from npuzero.planner.timing.estimate import Estimate, Estimator, count_sequence_groups, count_step_tokens
 
 #: The part of a step's tokens that whole micro-batches may be more than was asked for.
 _MORE = 0.1

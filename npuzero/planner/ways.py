@@ -9,10 +9,10 @@ import torch
 
 from npuzero.errors import ConfigError
 from npuzero.plan import OFFLOADS, PRECISIONS, Memory, Precision, parse_precision
-from npuzero.planner.cluster import Cluster
-from npuzero.planner.estimate import Estimate
-from npuzero.planner.run import TrainingJob
+from npuzero.planner.hardware.cluster import Cluster
+from npuzero.planner.model_work.job import TrainingJob
 from npuzero.planner.search import Choices, find_first_fit, search_runs
+from npuzero.planner.timing.estimate import Estimate
 
 #: How often the devices are doubled before they are too many to ask for; and from where on their memory would have
 #: room for a state, which more of them would not help any further.

@@ -19,20 +19,20 @@ from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.memory import check_folders
 from npuzero.plan import PIPE, STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, StepSpec, predict_bytes
-from npuzero.shard.agreement import check_same_model, check_same_stages, describe_model
-from npuzero.shard.axes import check_axes, check_tensor_axis, uses_tensor_axis
-from npuzero.shard.counting import CountingMesh
-from npuzero.shard.cuts import get_cut, get_local_portion
-from npuzero.shard.discover import UnitRule, UnitSpec, discover_units
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.layout import FlatLayout
-from npuzero.shard.origin import InitialValues
-from npuzero.shard.parts import Group, find_part_indices
-from npuzero.shard.plans import UnitPlans
-from npuzero.shard.relations import relations_key
-from npuzero.shard.rest import ShardSpecs
-from npuzero.shard.tiles import find_tile_rows
-from npuzero.shard.unit import Unit
+from npuzero.shard.layout.axis_relations import relations_key
+from npuzero.shard.layout.check_ranks_agree import check_same_model, check_same_stages, describe_model
+from npuzero.shard.layout.find_units import UnitRule, UnitSpec, discover_units
+from npuzero.shard.layout.flat_layout import FlatLayout
+from npuzero.shard.layout.mesh_axes import check_axes, check_tensor_axis, uses_tensor_axis
+from npuzero.shard.layout.shard_specs import ShardSpecs
+from npuzero.shard.layout.tensor_slices import get_cut, get_local_portion
+from npuzero.shard.layout.tiled_linear import find_tile_rows
+from npuzero.shard.layout.traffic_meter import CountingMesh
+from npuzero.shard.layout.unit_plans import UnitPlans
+from npuzero.shard.parameters.model_parts import Group, find_part_indices
+from npuzero.shard.state.flat_parameter import FlatParameter
+from npuzero.shard.state.initial_values import InitialValues
+from npuzero.shard.state.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -159,7 +159,7 @@ def predict_model(
     **facts: Any,
 ) -> Report:
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``; ``parts``:
-    by modules or names, as :meth:`npuzero.shard.passes.ForwardBackward.divide` has them.
+    by modules or names, as :meth:`npuzero.shard.step.forward_backward.ForwardBackward.divide` has them.
     """
     _check_parts(parts)
     shape = mesh_shape_on(plans.model, ranks)
@@ -246,7 +246,7 @@ def build_steady_step(  # noqa: PLR0913 - the facts of a step, a name each
     moments: int = 2,
 ) -> tuple[list[FlatSize], StepSpec]:
     """Return the flats of units given by their parameters, root first, and how a step of them is run: what
-    :func:`npuzero.plan.schedule.steady_step` makes its moves of.
+    :func:`npuzero.plan.prediction.step_schedule.steady_step` makes its moves of.
 
     Args:
         own: their plans, if they differ.

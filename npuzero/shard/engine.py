@@ -10,41 +10,41 @@ import torch
 from torch import nn
 
 from npuzero.comm import Mesh, World
-from npuzero.comm.calls import collective_call
+from npuzero.comm.watchdog.call_names import collective_call
 from npuzero.config import Settings, read_environment
 from npuzero.memory import MemorySpaces
 from npuzero.plan import AXES, PIPE, STAGE, TO_HOST, Report
-from npuzero.shard.absence import ModelOffload
-from npuzero.shard.activations import make_activation_hook
-from npuzero.shard.axes import find_shared_axes
-from npuzero.shard.boundary import StepBoundary
-from npuzero.shard.buffers import BufferSync
 from npuzero.shard.build import agree_on_plan, build_units, get_stage_world
-from npuzero.shard.census import ParameterCheck
-from npuzero.shard.conversion import watch_conversions
-from npuzero.shard.counting import CountingMesh, TrafficMeter
-from npuzero.shard.discover import UnitRule, find_root_callers
-from npuzero.shard.early import EarlyUpdate
-from npuzero.shard.far import OffloadedStates
-from npuzero.shard.fetch import ParameterLoader
-from npuzero.shard.finite import NanOriginWatcher, NanWatch
-from npuzero.shard.flat import FlatParameter
-from npuzero.shard.gather import ParameterGatherer
-from npuzero.shard.gradients import ModelGradients
-from npuzero.shard.guard import in_backward
-from npuzero.shard.hooks import AutogradHooks
-from npuzero.shard.inputs import RepeatedBatch, SharedInputs
-from npuzero.shard.origin import InitialValues
-from npuzero.shard.ownership import EngineReference, claim_unit, refused_copy_error
-from npuzero.shard.passes import ForwardBackward
-from npuzero.shard.pipe import StageVote
-from npuzero.shard.plans import UnitPlans
-from npuzero.shard.reduce import GradientReducer
-from npuzero.shard.restore import UpdatedParameterGatherer
-from npuzero.shard.update import OptimizerUpdate
-from npuzero.shard.values import FullParameters
-from npuzero.shard.wrappers import refuse_wrappers
-from npuzero.shard.writes import UserWrites
+from npuzero.shard.gradients.input_digests import RepeatedBatch, SharedInputs
+from npuzero.shard.gradients.reduce_scatter import GradientReducer
+from npuzero.shard.gradients.vote_stages import StageVote
+from npuzero.shard.layout.find_units import UnitRule, find_root_callers
+from npuzero.shard.layout.mesh_axes import find_shared_axes
+from npuzero.shard.layout.traffic_meter import CountingMesh, TrafficMeter
+from npuzero.shard.layout.unit_plans import UnitPlans
+from npuzero.shard.modules.module_to import watch_conversions
+from npuzero.shard.modules.refuse_ddp import refuse_wrappers
+from npuzero.shard.modules.sharded_tensor import in_backward
+from npuzero.shard.offload.load_parameters import ParameterLoader
+from npuzero.shard.offload.offloaded_states import OffloadedStates
+from npuzero.shard.offload_model import ModelOffload
+from npuzero.shard.parameters.all_gather import ParameterGatherer
+from npuzero.shard.parameters.all_gather_updated import UpdatedParameterGatherer
+from npuzero.shard.parameters.full_parameters import FullParameters
+from npuzero.shard.parameters.user_writes import UserWrites
+from npuzero.shard.state.claim import EngineReference, claim_unit, refused_copy_error
+from npuzero.shard.state.flat_parameter import FlatParameter
+from npuzero.shard.state.initial_values import InitialValues
+from npuzero.shard.step.activation_offload import make_activation_hook
+from npuzero.shard.step.autograd_hooks import AutogradHooks
+from npuzero.shard.step.check_parameters import ParameterCheck
+from npuzero.shard.step.early_update import EarlyUpdate
+from npuzero.shard.step.forward_backward import ForwardBackward
+from npuzero.shard.step.module_buffers import BufferSync
+from npuzero.shard.step.nan_watch import NanOriginWatcher, NanWatch
+from npuzero.shard.step.optimizer_update import OptimizerUpdate
+from npuzero.shard.step.read_gradients import ModelGradients
+from npuzero.shard.step.step_boundary import StepBoundary
 
 
 class Engine:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from npuzero.config import describe_value
 from npuzero.errors import StateError
-from npuzero.shard.ownership import deleted_model_error
+from npuzero.shard.state.claim import deleted_model_error
 
 if TYPE_CHECKING:
     from npuzero.shard.engine import Engine

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from npuzero.comm.calls import collective_call
+from npuzero.comm.watchdog.call_names import collective_call
 from npuzero.config import explain_strict_refusal
 from npuzero.errors import CheckpointError, StateError, describe_differing_names
-from npuzero.shard.cuts import full_tensor_shape, gather_full_tensor, get_portion
 from npuzero.shard.engine import Engine
-from npuzero.shard.everyone import StageRelay, exchange_or_raise, merge_state_names, pick_per_stage
-from npuzero.shard.extra import is_extra_state, load_extra_state
 from npuzero.shard.find_engine import engine_of
-from npuzero.shard.repeated import check_replicated
-from npuzero.shard.tiles import TiledTensor
+from npuzero.shard.layout.tensor_slices import full_tensor_shape, gather_full_tensor, get_portion
+from npuzero.shard.layout.tiled_linear import TiledTensor
+from npuzero.shard.parameters.across_stages import StageRelay, exchange_or_raise, merge_state_names, pick_per_stage
+from npuzero.shard.parameters.check_repeated import check_replicated
+from npuzero.shard.state.extra_state import is_extra_state, load_extra_state
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import environments, kernels
 from benchmarks.peers.environments import NotInstalled, PeerEnvironment
 from npuzero.bench import Effort
-from npuzero.bench.updates import torch_adam_factory
+from npuzero.bench.suites.updates import torch_adam_factory
 from npuzero.errors import BenchmarkError
 
 

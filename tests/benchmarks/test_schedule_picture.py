@@ -7,8 +7,8 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from benchmarks.axes.schedule_picture import draw_timelines, planned_timeline, plot_schedule  # noqa: E402 - after it is known that matplotlib is there
-from npuzero.cli.palette import STYLE  # noqa: E402
-from npuzero.parallel.schedule import ScheduleTimeline, schedule, simulate  # noqa: E402
+from npuzero.cli.output.palette import STYLE  # noqa: E402
+from npuzero.parallel.pipeline_parallel.schedule import ScheduleTimeline, schedule, simulate  # noqa: E402
 
 
 def late_rank_timeline(name: str) -> ScheduleTimeline:

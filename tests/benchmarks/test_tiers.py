@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import farstep, figures, highwater, plot, tiers
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import GOAL, OTHER, OWN, STYLE
+from npuzero.cli.output.palette import GOAL, OTHER, OWN, STYLE
 
 
 def tiers_result(name: str, seconds: dict[str, list[float]], **values: Any) -> Result:

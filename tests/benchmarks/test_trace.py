@@ -20,9 +20,9 @@ from benchmarks.trace import (  # noqa: E402
     subtract_spans,
     summarize_trace,
 )
-from npuzero.cli.palette import STYLE, WORK  # noqa: E402
+from npuzero.cli.output.palette import STYLE, WORK  # noqa: E402
 from npuzero.errors import ConfigError  # noqa: E402
-from npuzero.parallel.schedule import schedule, simulate  # noqa: E402
+from npuzero.parallel.pipeline_parallel.schedule import schedule, simulate  # noqa: E402
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "trace" / "step.json"
 

@@ -16,8 +16,8 @@ from npuzero import Plan, Settings, checkpoint, comm
 from npuzero.comm import World
 from npuzero.errors import NpuZeroError, OutOfSpace, StorageError
 from npuzero.memory.file import FileStore
-from npuzero.shard.extents import FileExtents
 from npuzero.shard.find_engine import engine_of
+from npuzero.shard.offload.nvme_extents import FileExtents
 from world.test_optimizers import optimizer_state
 from world.test_tiers import NVME, PRECISIONS, folders, placed_plan
 from world.toy import build_seeded_model

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuzero.checkpoint.boxes import TensorBox, boxes_of, find_coverage_error
+from npuzero.checkpoint.layout.boxes import TensorBox, boxes_of, find_coverage_error
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import npuzero
 from npuzero import checkpoint, comm
-from npuzero.checkpoint import files
+from npuzero.checkpoint.formats import item_files as files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.shard.find_engine import engine_of

@@ -15,7 +15,8 @@ from torch import nn
 
 import npuzero
 from npuzero import checkpoint, comm
-from npuzero.checkpoint import files, loading, rng, source
+from npuzero.checkpoint import loading, rng, source
+from npuzero.checkpoint.formats import item_files as files
 from npuzero.comm import World
 from world.train import State, assert_same_bits
 

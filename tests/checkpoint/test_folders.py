@@ -15,7 +15,8 @@ import pytest
 
 import npuzero
 from npuzero import checkpoint, comm
-from npuzero.checkpoint import files, folder, owner, saving
+from npuzero.checkpoint import folder, owner, saving
+from npuzero.checkpoint.formats import item_files as files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
 

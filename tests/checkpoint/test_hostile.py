@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import npuzero
 from npuzero import checkpoint, comm
-from npuzero.checkpoint import files, metadata, safe_pickle
+from npuzero.checkpoint.formats import item_files as files
+from npuzero.checkpoint.formats import safe_pickle
+from npuzero.checkpoint.layout import dcp_metadata as metadata
 from npuzero.errors import CheckpointError
 
 # -- pickles by hand: what pickle.dump would never write ---------------------------------------------------------------

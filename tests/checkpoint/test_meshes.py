@@ -19,15 +19,15 @@ from torch.distributed import checkpoint as dcp
 import npuzero
 from npuzero import checkpoint, comm
 from npuzero.checkpoint import CutTensor
-from npuzero.checkpoint.files import MANIFEST, data_file_name
-from npuzero.checkpoint.parts import SlotPiece
+from npuzero.checkpoint.formats.item_files import MANIFEST, data_file_name
+from npuzero.checkpoint.layout.parts import SlotPiece
 from npuzero.checkpoint.source import CheckpointReader
 from npuzero.comm import World
 from npuzero.plan import DATA as AXES
 from npuzero.plan import Cut, Relation, TensorPortion
-from npuzero.shard.layout import FlatSlot
-from npuzero.shard.relations import relate_parameter
-from npuzero.shard.tiles import TileRows
+from npuzero.shard.layout.axis_relations import relate_parameter
+from npuzero.shard.layout.flat_layout import FlatSlot
+from npuzero.shard.layout.tiled_linear import TileRows
 from world.cutting import CutWordsModel, build_cut_model, train_cut_words
 from world.toy import build_seeded_model
 from world.train import assert_same_bits, assert_states_close

@@ -14,8 +14,8 @@ import npuzero
 from npuzero import checkpoint, comm
 from npuzero.comm import World
 from npuzero.plan import Cut, Relation
-from npuzero.shard.cuts import cut_parameter
-from npuzero.shard.relations import relate_parameter
+from npuzero.shard.layout.axis_relations import relate_parameter
+from npuzero.shard.layout.tensor_slices import cut_parameter
 from world.toy import build_seeded_model
 from world.train import assert_same_bits
 

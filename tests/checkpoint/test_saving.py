@@ -16,7 +16,8 @@ import torch
 
 import npuzero
 from npuzero import checkpoint, comm
-from npuzero.checkpoint import files, saving
+from npuzero.checkpoint import saving
+from npuzero.checkpoint.formats import item_files as files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.shard.find_engine import engine_of

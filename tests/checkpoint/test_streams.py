@@ -13,7 +13,8 @@ from torch import nn
 
 import npuzero
 from npuzero import Settings, checkpoint, comm
-from npuzero.checkpoint import loading, parts
+from npuzero.checkpoint import loading
+from npuzero.checkpoint.layout import parts
 
 MIB = 2**20
 ITEM = MIB // 2

@@ -12,7 +12,7 @@ from torch import nn
 
 import npuzero
 from npuzero import comm
-from npuzero.comm import process_group
+from npuzero.comm.backends import process_group
 from npuzero.shard.find_engine import engine_of
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from benchmarks.disk import measure_folder
 from npuzero import _native
 from npuzero.bench import Effort, run_benchmark
-from npuzero.bench.disk import disk_step_seconds, stream_store
+from npuzero.bench.suites.disk import disk_step_seconds, stream_store
 from npuzero.cli import main
 from npuzero.memory.file import BLOCK, FileStore
 from npuzero.plan import FAR_CHUNK_BYTES

@@ -10,7 +10,7 @@ import pytest
 from demo import STAGES, largest_difference, summarize
 from plot import HELD, draw, plot
 
-from npuzero.cli.palette import STYLE
+from npuzero.cli.output.palette import STYLE
 
 
 def demo_result(*losses: float) -> dict[str, Any]:

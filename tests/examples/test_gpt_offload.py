@@ -13,7 +13,7 @@ import offload
 import pytest
 from plot import draw_offload
 
-from npuzero.cli.palette import STYLE
+from npuzero.cli.output.palette import STYLE
 
 #: Lives until its input ends, with so many bytes that it has written into.
 HOLDER = "import sys; held = bytearray(64 << 20); print(flush=True); sys.stdin.read()"

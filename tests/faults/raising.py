@@ -17,11 +17,12 @@ import npuzero
 from npuzero import Settings, comm, ops
 from npuzero.api.model import engine_of
 from npuzero.comm import Communicator, World
-from npuzero.comm.shared_memory import SharedMemoryHandle
+from npuzero.comm.backends.shared_memory import SharedMemoryHandle
 from npuzero.memory import FileStore, HostCopier
 from npuzero.memory.space import MemorySpace, TransientBuffer
 from npuzero.ops import AdamLine
-from npuzero.shard import contribution, sums
+from npuzero.shard.gradients import norms as sums
+from npuzero.shard.state import micro_batch_gradient as contribution
 from world.test_optimizers import optimizer_state
 from world.toy import build_seeded_model
 from world.train import State

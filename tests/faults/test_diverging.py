@@ -18,7 +18,7 @@ from faults.diverging import CASES, CULPRIT
 from faults.fault_ranks import ProcessOutcome, run_faulty_ranks
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.comm.board import NOWHERE, PendingWait, RankStatus, Rendezvous, find_stuck_ranks
+from npuzero.comm.watchdog.hang_detector import NOWHERE, PendingWait, RankStatus, Rendezvous, find_stuck_ranks
 from npuzero.errors import CollectiveError, NpuZeroError
 
 RANKS = 3

@@ -20,8 +20,8 @@ import npuzero
 from models.training import make_stirred_model
 from models.zoo import ZOO, zoo_batch
 from npuzero import comm
-from npuzero.checkpoint import export as exporting
 from npuzero.checkpoint import latest, save
+from npuzero.checkpoint.weight_files import export as exporting
 from npuzero.cli import main
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError, StorageError

@@ -15,7 +15,7 @@ from models.training import TransformersLoop, make_stirred_model
 from models.zoo import ZOO, zoo_batch
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 from world.comm_ranks import rank_results, run_comm_ranks
 from world.toy import build_seeded_model
 from world.train import check_equals_plain, relative_difference

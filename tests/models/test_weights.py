@@ -20,7 +20,7 @@ from models.test_transformers import every_plan
 from models.training import TransformersLoop, make_stirred_model
 from models.zoo import ZOO
 from npuzero import comm, observe
-from npuzero.checkpoint.weights import Weights, parse_weights
+from npuzero.checkpoint.weight_files.read_weights import Weights, parse_weights
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.shard.find_engine import engine_of

@@ -24,7 +24,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     ),
     PackageMutant(
         "the norm has what tensor ranks repeat as often as they are",
-        "shard/sums.py",
+        "shard/gradients/norms.py",
         "self._counted = {flat for flat in flats if _is_first_owner(flat.rests.owners, self._owners, mesh)}",
         "self._counted = set(flats)",
         (f"{TRAINED}[zero3-4-2]",),
@@ -38,7 +38,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     ),
     PackageMutant(
         "all tensor ranks begin with the first one's part",
-        "shard/values.py",
+        "shard/parameters/full_parameters.py",
         "flat.rests.alike.communicator",
         "flat.rests.owners.communicator",
         (f"{DATA_CUT}[zero1]",),
@@ -59,7 +59,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     ),
     PackageMutant(
         "tensor ranks are not neighbours",
-        "plan/mesh.py",
+        "plan/table/mesh_shape.py",
         "for axis in reversed(AXES):",
         "for axis in AXES:",
         ("world/test_axes.py::test_a_mesh_is_rank_arithmetic[sizes1]",),

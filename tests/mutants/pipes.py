@@ -9,14 +9,14 @@ MESHES = "checkpoint/test_pipes.py::test_any_mesh_loads_what_stages_saved_and_ba
 MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "what both ends of a pipeline have is written by both",
-        "checkpoint/parts.py",
+        "checkpoint/layout/parts.py",
         "return not self.flat.plan.tied or shape.index((ENDS,), rank) == 0",
         "return True",
         (MESHES,),
     ),
     PackageMutant(
         "a checkpoint has the optimizer's groups of the first stage alone",
-        "checkpoint/stages.py",
+        "checkpoint/layout/across_stages.py",
         "for share in some for name in",
         "for share in some[:1] for name in",
         (MESHES,),
@@ -30,7 +30,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     ),
     PackageMutant(
         "blocks that ranks have in turn come in the order of ranks",
-        "shard/everyone.py",
+        "shard/parameters/across_stages.py",
         "next(numbers) if part.isdecimal() else part",
         "part",
         (MESHES,),

@@ -11,14 +11,14 @@ BRIDGE = "parallel/test_torch_stage.py::test_training_equals_plain_torch[2]"
 MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "the emptiest rank of a pipeline stands for all",
-        "cli/pipes.py",
+        "cli/plan_options/pipes.py",
         "return max(found, key=held_bytes)",
         "return min(found, key=held_bytes)",
         (f"{SENT}[llama-1f1b-1-zero3]",),
     ),
     PackageMutant(
         "plan foretells what is kept between micro-batches, whatever memory there is",
-        "planner/stages.py",
+        "planner/model_work/stages.py",
         "max(map(held_bytes, found.values())) <= BETWEEN_SHARE * memory_bytes",
         "True",
         (
@@ -28,14 +28,14 @@ MUTANTS: tuple[PackageMutant, ...] = (
     ),
     PackageMutant(
         "what a size leaves over is on no rank of a pipeline",
-        "planner/stages.py",
+        "planner/model_work/stages.py",
         'if "rest" in module._parameters:',
         "if False:",
         (f"{FILE}::test_a_size_alone_is_cut_as_well",),
     ),
     PackageMutant(
         "torch's schedules leave gradients undivided by the number of micro-batches",
-        "parallel/torch_stage.py",
+        "parallel/pipeline_parallel/torch_stage.py",
         "1.0 / grad_scale_factor",
         "1.0",
         (BRIDGE,),

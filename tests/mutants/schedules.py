@@ -6,7 +6,7 @@ from .mutant import PackageMutant
 
 FILE = "parallel/test_schedule.py"
 HAND = f"{FILE}::test_small_tables_by_hand"
-SOURCE = "parallel/schedule.py"
+SOURCE = "parallel/pipeline_parallel/schedule.py"
 
 MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import Report, comm
 from npuzero.comm import World
-from npuzero.parallel.pipeline import Pipeline
+from npuzero.parallel.pipeline_parallel.runner import Pipeline
 from npuzero.plan import DATA
 from world.toy import build_seeded_model
 

@@ -18,7 +18,7 @@ from npuzero import checkpoint, comm, parallel
 from npuzero.comm import Mesh, World
 from npuzero.errors import ConfigError, StateError
 from npuzero.plan import DATA
-from npuzero.shard.inputs import MOST_ELEMENTS
+from npuzero.shard.gradients.input_digests import MOST_ELEMENTS
 from world.conftest import one_thread_per_rank  # noqa: F401
 from world.toy import build_seeded_model
 from world.train import assert_same_bits

@@ -11,7 +11,7 @@ import pytest
 import npuzero
 from npuzero.cli import main
 from npuzero.comm import World, run_threads
-from npuzero.parallel.schedule import schedule
+from npuzero.parallel.pipeline_parallel.schedule import schedule
 from npuzero.plan import DATA, PIPE
 from parallel.tensor_models import BATCH, HIDDEN, SEQUENCE, tensor_batch
 from world.conftest import one_thread_per_rank  # noqa: F401

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import (
+from npuzero.parallel.pipeline_parallel.schedule import (
     NAMES,
     PipelineSchedule,
     ScheduleTimeline,

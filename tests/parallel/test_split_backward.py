@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from npuzero.parallel.split_backward import input_gradients, weight_gradients
+from npuzero.parallel.pipeline_parallel.split_backward import input_gradients, weight_gradients
 
 
 def assert_equal_halves(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from npuzero.parallel.splits import BlockCost, split_blocks
+from npuzero.parallel.pipeline_parallel.choose_splits import BlockCost, split_blocks
 
 
 def best_split_cost(blocks: Sequence[BlockCost], stages: int) -> tuple[int, int]:

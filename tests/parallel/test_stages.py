@@ -19,10 +19,10 @@ import npuzero
 from npuzero import comm, parallel
 from npuzero.comm import World
 from npuzero.errors import ConfigError
-from npuzero.parallel.stages import PipelineStages, StageDivision, divide_into_stages
+from npuzero.parallel.pipeline_parallel.divide import PipelineStages, StageDivision, divide_into_stages
 from npuzero.plan import PIPE, Relation
-from npuzero.shard.discover import discover_units
-from npuzero.shard.relations import get_relations
+from npuzero.shard.layout.axis_relations import get_relations
+from npuzero.shard.layout.find_units import discover_units
 from parallel.tensor_models import TOY_PLAN, tensor_batch
 from parallel.tensor_models import TensorBlock as AttentionBlock
 from world.conftest import one_thread_per_rank  # noqa: F401

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npuzero.comm import SingleWorld, World, run_threads
 from npuzero.errors import ContractError
-from npuzero.parallel import functions, vocabulary
+from npuzero.parallel import functions
+from npuzero.parallel.class_parallel import vocabulary
 
 N, H = 7, 5
 

@@ -16,7 +16,7 @@ from benchmarks.step.workload import GPTWorkload as Benchmarked
 from examples.gpt.model import GPT, GPTConfig
 from npuzero.planner import ModelShape, from_config
 from npuzero.shard.build import get_unit_parameters
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 
 #: As users have them; small, with the ratios of their kind.
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 import torch
 
-from npuzero.planner.memory import activation_bytes
-from npuzero.planner.workload import measure_workload
-from npuzero.shard.discover import discover_units
+from npuzero.planner.model_work.units import measure_workload
+from npuzero.planner.timing.memory import activation_bytes
+from npuzero.shard.layout.find_units import discover_units
 from planner.activating import ALL, CONFIGS, ActivationCase, random_tokens
 from planner.storages import drop_unit_gradients, measure_peak_storage
 

@@ -9,8 +9,8 @@ import pytest
 
 from npuzero.plan import TENSOR, Memory, MeshShape, Placement, Plan, Report
 from npuzero.planner import Cluster, ModelShape, TrainingJob, TrainingRun, from_size
-from npuzero.planner.memory import activation_bytes, estimate_memory
-from npuzero.planner.workload import ModelWorkload, measure_workload
+from npuzero.planner.model_work.units import ModelWorkload, measure_workload
+from npuzero.planner.timing.memory import activation_bytes, estimate_memory
 
 SEQUENCE = 512
 MODEL = from_size(50_000_000)

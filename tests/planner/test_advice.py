@@ -17,7 +17,7 @@ from npuzero.errors import ConfigError, StateError
 from npuzero.plan import NODE, OFFLOADED
 from npuzero.planner import Cluster, from_size
 from npuzero.planner.advice import advise, build_model_shape, bytes_between_nodes, format_estimate
-from npuzero.planner.cluster import DeviceSpec, LinkSpec
+from npuzero.planner.hardware.cluster import DeviceSpec, LinkSpec
 from npuzero.planner.search import Choices
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from npuzero.cli import main
-from npuzero.cli.table import format_bytes
+from npuzero.cli.output.table import format_bytes
 from npuzero.planner import Cluster, from_size
 from npuzero.planner.advice import advise
 

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import npuzero
-from npuzero.bench.cluster import build_cluster
-from npuzero.bench.probes import ProbeDecoder, ProbeRank, ProbeSizes, count_decoder_work, ranks_by_level
+from npuzero.bench.suites.cluster import build_cluster
+from npuzero.bench.suites.probes import ProbeDecoder, ProbeRank, ProbeSizes, count_decoder_work, ranks_by_level
 from npuzero.cli import main
 from npuzero.planner import Cluster, LinkSpec
 

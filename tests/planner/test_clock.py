@@ -17,9 +17,9 @@ from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, Plan
 from npuzero.planner import Cluster, ModelShape, TrainingJob, TrainingRun, from_size
-from npuzero.planner.clock import StepClock, step_time
-from npuzero.planner.cluster import DeviceSpec, LinkSpec
-from npuzero.planner.workload import ModelWorkload, UnitWork
+from npuzero.planner.hardware.cluster import DeviceSpec, LinkSpec
+from npuzero.planner.model_work.units import ModelWorkload, UnitWork
+from npuzero.planner.timing.clock import StepClock, step_time
 from npuzero.shard.build import ParameterFacts
 
 WIDTH, BLOCKS, TOKENS = 1024, 6, 2048

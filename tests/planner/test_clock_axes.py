@@ -10,10 +10,10 @@ from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, Plan
 from npuzero.planner import Cluster, ModelShape, TrainingJob, TrainingRun, from_size
-from npuzero.planner.axes import LayerTraffic, divide_model_shape
-from npuzero.planner.clock import StepTimeline, step_time
-from npuzero.planner.network import collective_s
-from npuzero.planner.workload import ModelWorkload, measure_workload
+from npuzero.planner.hardware.network import collective_s
+from npuzero.planner.model_work.axes import LayerTraffic, divide_model_shape
+from npuzero.planner.model_work.units import ModelWorkload, measure_workload
+from npuzero.planner.timing.clock import StepTimeline, step_time
 
 BLOCKS, SEQUENCE, RANKS = 12, 1024, 16
 

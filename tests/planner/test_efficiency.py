@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuzero.errors import ConfigError
-from npuzero.planner.efficiency import (
+from benchmarks.planning.efficiency import (
     bandwidth_for,
     checkpoint_intensity,
     efficiency,
     parameter_intensity,
     state_intensity,
 )
+from npuzero.errors import ConfigError
 
 V100 = 70e12  # FLOPs a second that the paper takes for a device that waits for nothing
 positive = st.floats(1e-3, 1e18)

@@ -17,8 +17,8 @@ import pytest
 from torch import nn
 
 import npuzero
+from benchmarks.planning import formulas
 from npuzero.errors import ConfigError
-from npuzero.planner import formulas
 
 GB, GIB, TIB = 1e9, 2**30, 2**40
 

@@ -14,7 +14,7 @@ from npuzero import MeshShape
 from npuzero.errors import ConfigError
 from npuzero.plan import PRESETS, FlatSize, Plan, StepSpec, axis_bytes, predict_bytes, ring_bytes, steady_step
 from npuzero.planner import Cluster
-from npuzero.planner.network import (
+from npuzero.planner.hardware.network import (
     VERBS,
     collective_bytes,
     collective_s,

@@ -16,8 +16,8 @@ from npuzero import Settings
 from npuzero.comm import World
 from npuzero.plan import Plan
 from npuzero.planner import Cluster, TrainingJob, TrainingRun
-from npuzero.planner.memory import estimate_memory
-from npuzero.planner.workload import measure_workload
+from npuzero.planner.model_work.units import measure_workload
+from npuzero.planner.timing.memory import estimate_memory
 from planner.activating import ActivationCase, random_tokens
 from world.comm_ranks import rank_results, run_comm_ranks
 

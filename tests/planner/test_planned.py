@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import goals, planned
+from benchmarks import goals
+from benchmarks.planning import against_steps as planned
 from benchmarks.step.workload import GPTWorkload
 from npuzero.bench import Record, Result
 from npuzero.planner import Cluster, DevicePace, DeviceSpec, LinkSpec

@@ -13,11 +13,11 @@ pytest.importorskip("matplotlib")
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks import planner_pictures as pictures
+from benchmarks.planning import pictures
+from benchmarks.planning.published import PublishedTable
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import STYLE
+from npuzero.cli.output.palette import STYLE
 from npuzero.planner import Cluster
-from npuzero.planner.published import PublishedTable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,7 +110,7 @@ def test_a_step_is_stacked_of_what_it_spends_beside_what_was_measured() -> None:
 
 def test_each_picture_has_its_command_in_the_makefile(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    drawn = re.search(r"for picture in ([\w ]+); do \$\(PY\) -m benchmarks.planner_pictures", makefile)
+    drawn = re.search(r"for picture in ([\w ]+); do \$\(PY\) -m benchmarks.planning.pictures", makefile)
     assert drawn and set(drawn[1].split()) == set(pictures.PICTURES)
     for results, out in (("$(RESULTS)", "$(RESULTS)"), ("benchmarks/results", "docs")):
         assert f"planner_pictures step {results}/planned-cpu.json --out {out}/planner-step.png" in makefile

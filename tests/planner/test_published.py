@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import published
+from benchmarks.planning import against_papers as published
+from benchmarks.planning.published import PublishedRun, PublishedTable, count_ordered_pairs, count_published_flops
 from npuzero.errors import ConfigError
-from npuzero.planner.published import PublishedRun, PublishedTable, count_ordered_pairs, count_published_flops
 
 MEAN, MOST = 0.06, 0.15
 CALIBRATED_MEAN, NEAR, NEAR_SHARE, ORDER = 0.04, 0.05, 0.8, 0.95

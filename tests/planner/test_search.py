@@ -14,10 +14,8 @@ from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, THINNED, Memory, MeshShape, Plan
 from npuzero.planner import Cluster, TrainingJob, TrainingRun, from_size
-from npuzero.planner.clock import step_time
-from npuzero.planner.cluster import DeviceSpec, LinkSpec
-from npuzero.planner.estimate import Estimator, memory_limits
-from npuzero.planner.memory import estimate_memory
+from npuzero.planner.hardware.cluster import DeviceSpec, LinkSpec
+from npuzero.planner.model_work.units import measure_workload
 from npuzero.planner.search import (
     Choices,
     find_first_fit,
@@ -26,7 +24,9 @@ from npuzero.planner.search import (
     search_runs,
     state_bytes,
 )
-from npuzero.planner.workload import measure_workload
+from npuzero.planner.timing.clock import step_time
+from npuzero.planner.timing.estimate import Estimator, memory_limits
+from npuzero.planner.timing.memory import estimate_memory
 
 SEQUENCE = 512
 GIB = 2**30

@@ -13,14 +13,14 @@ from npuzero import parallel
 from npuzero.comm import World, run_threads
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.parallel.schedule import schedule
+from npuzero.parallel.pipeline_parallel.schedule import schedule
 from npuzero.plan import PIPE, Memory, MeshShape, Plan
 from npuzero.planner import Cluster, ModelShape, TrainingJob, from_size
 from npuzero.planner.advice import advise, advise_on, format_program, plan_name
-from npuzero.planner.axes import divide_model_shape
-from npuzero.planner.estimate import Estimate, Estimator
+from npuzero.planner.model_work.axes import divide_model_shape
+from npuzero.planner.model_work.stages import StagedModel
 from npuzero.planner.search import Choices, choices_over_axes, find_first_fit, list_mesh_shapes, search_runs
-from npuzero.planner.stages import StagedModel
+from npuzero.planner.timing.estimate import Estimate, Estimator
 
 from .test_search import search_cluster
 

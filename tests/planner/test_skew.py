@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from npuzero import MeshShape
-from npuzero.errors import ConfigError
-from npuzero.plan import FlatSize, Plan, StepSpec, flatten_moves, steady_step
-from npuzero.plan.moves import CollectivePurpose, ComputePass, StartCollective, WaitCollective
-from npuzero.planner import Cluster
-from npuzero.planner.network import collective_s
-from npuzero.planner.skew import (
+from benchmarks.planning.skew import (
     LateRank,
     SlowLink,
     count_crossing_collectives,
@@ -26,6 +20,12 @@ from npuzero.planner.skew import (
     step_loss,
     tree_ends,
 )
+from npuzero import MeshShape
+from npuzero.errors import ConfigError
+from npuzero.plan import FlatSize, Plan, StepSpec, flatten_moves, steady_step
+from npuzero.plan.table.step_moves import CollectivePurpose, ComputePass, StartCollective, WaitCollective
+from npuzero.planner import Cluster
+from npuzero.planner.hardware.network import collective_s
 
 SAME = 1e-12
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
 from npuzero.planner import ModelShape, from_config, from_size
-from npuzero.planner.workload import ModelWorkload, measure_workload
+from npuzero.planner.model_work.units import ModelWorkload, measure_workload
 from npuzero.shard.build import get_unit_parameters
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 
 LLAMA = {
     "model_type": "llama",

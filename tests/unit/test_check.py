@@ -16,7 +16,9 @@ import torch
 
 from npuzero import _C, _native
 from npuzero import device as devices
-from npuzero.bench import check, check_cases, check_setup, check_training
+from npuzero.bench.checks import check_ops as check
+from npuzero.bench.checks import check_setup, check_training
+from npuzero.bench.checks import op_cases as check_cases
 from npuzero.cli import main
 from npuzero.cli.check import PARTS
 from npuzero.comm import SingleWorld

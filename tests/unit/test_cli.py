@@ -13,7 +13,7 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.table import choose_byte_unit, format_bytes, format_table
+from npuzero.cli.output.table import choose_byte_unit, format_bytes, format_table
 from npuzero.config import Settings
 from npuzero.info import info
 from npuzero.plan import PRESETS, THINNED, Plan

@@ -9,7 +9,7 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.table import format_bytes
+from npuzero.cli.output.table import format_bytes
 from npuzero.config import Settings
 from npuzero.plan import PRESETS, THINNED, Plan, Precision
 from npuzero.planner.models import from_size

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from npuzero.cli import palette
-from npuzero.cli.plot import draw_reports, summarize_reports
+from npuzero.cli.output import palette
+from npuzero.cli.output.plot import draw_reports, summarize_reports
 from npuzero.config import Settings
 from npuzero.plan import Plan, Report
 from npuzero.planner.models import from_size

@@ -41,8 +41,8 @@ from npuzero.plan import (
     sent_by_verb,
     steady_step,
 )
-from npuzero.plan.moves import AllocateBuffer, FreeBuffer, StartCollective, WaitCollective
-from npuzero.plan.predict import iter_collectives, peak_step_bytes
+from npuzero.plan.prediction.predict import iter_collectives, peak_step_bytes
+from npuzero.plan.table.step_moves import AllocateBuffer, FreeBuffer, StartCollective, WaitCollective
 from npuzero.shard.build import ParameterFacts, predict_units
 
 #: Over which all ranks of a usual mesh are.

@@ -27,7 +27,7 @@ from npuzero.plan import (
     round_up_pages,
     steady_step,
 )
-from npuzero.plan.moves import CopyBytes, HostUpdate, StartCollective, WaitCollective
+from npuzero.plan.table.step_moves import CopyBytes, HostUpdate, StartCollective, WaitCollective
 
 RANKS = MeshShape(1, 8)
 LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")

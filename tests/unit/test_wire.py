@@ -19,7 +19,7 @@ from npuzero.plan import (
     predict_bytes,
     thin_message_bytes,
 )
-from npuzero.plan.wire import BLOCKS, MESSAGE_LINE
+from npuzero.plan.table.wire import BLOCKS, MESSAGE_LINE
 
 BF16 = torch.bfloat16
 SHAPE = MeshShape(2, 4)

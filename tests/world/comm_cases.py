@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from npuzero import comm
-from npuzero.comm import Communicator, World, shared_memory
+from npuzero.comm import Communicator, World
+from npuzero.comm.backends import shared_memory
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 SUMMED = (*WIRES, torch.float64, torch.int32, torch.int64, torch.uint8)

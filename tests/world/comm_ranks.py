@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from npuzero import comm
-from npuzero.comm import shared_memory
+from npuzero.comm.backends import shared_memory
 
 # Children come from a process that has imported torch once and computed nothing: quick, and without inherited threads.
 context = multiprocessing.get_context("forkserver")

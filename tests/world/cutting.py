@@ -14,7 +14,7 @@ import npuzero
 from npuzero.comm import Communicator, Mesh, World
 from npuzero.parallel.functions import all_reduce_sum, copy_to_ranks, gather_replicated, split_replicated
 from npuzero.plan import DATA, Cut
-from npuzero.shard.cuts import cut_parameter
+from npuzero.shard.layout.tensor_slices import cut_parameter
 from world.toy import build_seeded_model
 
 DIM, HIDDEN, WORDS = 12, 24, 17

@@ -17,7 +17,7 @@ from npuzero import ConfigError, comm, parallel
 from npuzero.comm import Communicator, Mesh, World
 from npuzero.parallel.functions import all_reduce_sum, copy_to_ranks
 from npuzero.plan import DATA, PRESETS, Relation
-from npuzero.shard.relations import get_relations, relate_parameter
+from npuzero.shard.layout.axis_relations import get_relations, relate_parameter
 from world.toy import build_seeded_model
 from world.train import assert_same_bits, assert_states_close
 

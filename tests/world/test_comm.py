@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from npuzero import comm, observe
-from npuzero.comm import World, shared_memory
-from npuzero.comm.hierarchical import HierarchicalCommunicator
-from npuzero.comm.process_group import AcceleratorCommunicator, make_group
+from npuzero.comm import World
+from npuzero.comm.backends import shared_memory
+from npuzero.comm.backends.hierarchical import HierarchicalCommunicator
+from npuzero.comm.backends.process_group import AcceleratorCommunicator, make_group
 from npuzero.errors import CollectiveError, OutOfSpace
 from world import comm_cases
 from world.comm_ranks import SLOT_BYTES, rank_results, run_comm_ranks

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 
 from .toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model
 from .train import (

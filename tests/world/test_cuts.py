@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import npuzero
-import npuzero.checkpoint.export as exporting
+import npuzero.checkpoint.weight_files.export as exporting
 from npuzero import ConfigError, StateError, comm, observe
 from npuzero.comm import World
 from npuzero.plan import DATA, Cut
-from npuzero.shard import cuts, values
-from npuzero.shard.cuts import cut_parameter
+from npuzero.shard.layout import tensor_slices as cuts
+from npuzero.shard.layout.tensor_slices import cut_parameter
+from npuzero.shard.parameters import full_parameters as values
 from world.cutting import (
     DIM,
     HIDDEN,

@@ -14,7 +14,7 @@ import npuzero
 from npuzero import ConfigError, Memory, Plan, Settings, StateError, StorageError, checkpoint, comm
 from npuzero.comm import World
 from npuzero.memory.file import FileStore
-from npuzero.shard.stream import StagedChunk
+from npuzero.shard.offload.offloaded_update import StagedChunk
 from world.late import HandSession, LateSession, PlainLateSession
 from world.test_chunks import PRECISIONS
 from world.test_optimizers import optimizer_state
@@ -230,7 +230,7 @@ def keeps_gradients(session: Session, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.usefixtures("slowly")
 def test_right_after_a_step(what: Any, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each step waits for its update."""
-    monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
+    monkeypatch.setattr("npuzero.shard.step.step_boundary.LENT_BYTES", 1)
     row = delayed_plan("zero3", memory, precision=PRECISIONS["split"])
     found = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=MANY)
     expected = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=SETTINGS["no overlap"])

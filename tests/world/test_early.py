@@ -20,7 +20,7 @@ from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.memory.file import FileStore
 from npuzero.observe import Events
-from npuzero.shard.stream import StagedChunk
+from npuzero.shard.offload.offloaded_update import StagedChunk
 from world.test_optimizers import optimizer_state
 from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed_plan
 from world.toy import ToyGPT, build_seeded_model

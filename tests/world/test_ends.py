@@ -18,7 +18,7 @@ import npuzero
 from npuzero import ConfigError, comm
 from npuzero.comm import Mesh, World
 from npuzero.plan import DATA, MeshShape, Relation
-from npuzero.shard.relations import relate_parameter
+from npuzero.shard.layout.axis_relations import relate_parameter
 from world.toy import EPS, build_seeded_model
 from world.train import assert_same_bits, assert_states_close
 

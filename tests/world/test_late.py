@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from npuzero.comm import AsyncHandle
-from npuzero.comm.shared_memory import SharedMemoryCommunicator
+from npuzero.comm.backends.shared_memory import SharedMemoryCommunicator
 from world import test_behaviour as behaviour
 from world import test_gradients as gradients
 from world.toy import TrainingRecipe

@@ -20,7 +20,7 @@ from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
 from npuzero.plan import OFFLOADED, THINNED, FlatSize, Placement, Plan, StepSpec, flatten_moves, steady_step
-from npuzero.plan.moves import ComputePass, LaunchReduction, Move, StartCollective, WaitCollective
+from npuzero.plan.table.step_moves import ComputePass, LaunchReduction, Move, StartCollective, WaitCollective
 from world.toy import TrainingRecipe, build_seeded_model
 from world.train import CutSession
 

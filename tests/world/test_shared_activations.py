@@ -17,8 +17,13 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import OutOfSpace, StateError, StorageError
 from npuzero.memory import DeviceSpace, FileStore
-from npuzero.shard.activations import ActivationOffload
-from npuzero.shard.homes import PIECE_BYTES, ActivationStorage, FileActivationStorage, MemoryActivationStorage
+from npuzero.shard.offload.activation_storage import (
+    PIECE_BYTES,
+    ActivationStorage,
+    FileActivationStorage,
+    MemoryActivationStorage,
+)
+from npuzero.shard.step.activation_offload import ActivationOffload
 
 from .test_activations import DIM, INPUT, MODELS, TOKENS, CheckpointedChain
 from .toy import build_seeded_model

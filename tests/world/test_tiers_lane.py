@@ -19,7 +19,7 @@ from npuzero.comm import World
 from npuzero.device import AsyncHandle
 from npuzero.memory.file import FileStore
 from npuzero.plan import RING_SLOTS
-from npuzero.shard.stream import StagedChunk
+from npuzero.shard.offload.offloaded_update import StagedChunk
 from world.test_optimizers import optimizer_state
 from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed_plan
 from world.toy import ToyGPT, build_seeded_model
@@ -137,7 +137,7 @@ def looks_at_gradients(session: Session, optimizer: torch.optim.Optimizer) -> St
 )
 @pytest.mark.usefixtures("slowly")
 def test_right_after_a_step(what: Any, plan: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
+    monkeypatch.setattr("npuzero.shard.step.step_boundary.LENT_BYTES", 1)
     options = {"local_size": 1, "precision": "bf16-split"}
     row = placed_plan(plan, PRECISIONS["split"], 2, **where)
     found = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=SETTINGS)

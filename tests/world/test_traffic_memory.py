@@ -287,7 +287,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
     plan: str, capturable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But where a graph may have their addresses."""
-    monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
+    monkeypatch.setattr("npuzero.shard.step.step_boundary.LENT_BYTES", 1)
 
     def rank(world: World) -> list[int]:
         session = CutSession(build_seeded_model(), world, plan=plan, local_size=2)

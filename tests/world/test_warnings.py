@@ -15,7 +15,7 @@ import npuzero
 from npuzero import Precision, checkpoint, comm
 from npuzero.comm import Mesh, World
 from npuzero.plan import DATA
-from npuzero.shard import inputs
+from npuzero.shard.gradients import input_digests as inputs
 from world.toy import build_seeded_model
 
 #: What a rank is fed: by its mesh, and the step.

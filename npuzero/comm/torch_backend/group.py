@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from npuzero.comm import fork
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.torch_backend.movements import MovementCollectives
 from npuzero.comm.torch_backend.reductions import ReductionCollectives
 from npuzero.comm.torch_backend.tensors import NAME
+from npuzero.comm.watchdog import fork
 from npuzero.device import HostLane
 
 # torch's stubs know the many ways to call a group; torch itself calls the one with options.

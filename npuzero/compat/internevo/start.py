@@ -12,16 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from npuzero import parallel
 from npuzero.api import pipeline, zero
-from npuzero.checkpoint.weights import Weights
+from npuzero.checkpoint.weight_files.read_weights import Weights
 from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.configuration import Configuration, load
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
 from npuzero.compat.internevo.settle import Source
 from npuzero.errors import ConfigError, refuse_unknown_keywords
-from npuzero.parallel.pipeline import Loss, Pipeline
+from npuzero.parallel.pipeline_parallel.runner import Loss, Pipeline
 from npuzero.plan import PIPE, SEQUENCE, TENSOR
 from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
-from npuzero.shard.discover import discover_units
+from npuzero.shard.layout.find_units import discover_units
 
 #: Divides a model over the ranks of a mesh, and returns it.
 Divide = Callable[[nn.Module, Mesh], nn.Module]

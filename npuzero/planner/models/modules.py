@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from npuzero.parallel.heads import HEAD_SIZE, HEADS, KEY_VALUE_HEADS
+from npuzero.parallel.tensor_parallel.attention_heads import HEAD_SIZE, HEADS, KEY_VALUE_HEADS
 from npuzero.shard.build import ParameterFacts
 
 #: Kinds whose parameters :mod:`npuzero.planner.models.families` names as they are called below, and how these are cut.

@@ -17,7 +17,7 @@ from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import MeshShape, Plan, Report
 from npuzero.planner.models import classes, families, modules
 from npuzero.shard.build import ParameterFacts, get_unit_parameters, predict_units
-from npuzero.shard.tiles import rows_per_tile
+from npuzero.shard.layout.tiled_linear import rows_per_tile
 
 #: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
 _BLOCK, _ASPECT = 12, 128

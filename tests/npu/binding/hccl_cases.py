@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from npu.fake import compute
 from npuzero.comm import HOST_CHANNEL, Communicator, Mesh, World
-from npuzero.comm.hierarchical import HierarchicalCommunicator
+from npuzero.comm.backends.hierarchical import HierarchicalCommunicator
 from npuzero.errors import CollectiveError
 from world.comm_cases import MOVED, SUMMED, WIRES, assert_bits, rank_values, sum_in_order
 

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.contenders import contender_label, describe_records, record_commits
-from npuzero.bench import Result, comm, ops
-from npuzero.cli import palette
+from npuzero.bench import Result
+from npuzero.bench.suites import comm, ops
+from npuzero.cli.output import palette
 from npuzero.errors import ConfigError
 from npuzero.plan import PRECISIONS, PRESETS
 

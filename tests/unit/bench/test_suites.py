@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from npuzero import ops as npuzero_ops
-from npuzero.bench import Record, ops
+from npuzero.bench import Record
 from npuzero.bench.shapes import gpt_shapes
+from npuzero.bench.suites import ops
 from npuzero.cli import main
 from npuzero.errors import ConfigError
 

@@ -10,8 +10,8 @@ import torch
 import npuzero
 from npuzero import comm, device
 from npuzero.comm import Communicator, World
-from npuzero.comm.hierarchical import HierarchicalCommunicator, find_transposed_size
-from npuzero.comm.process_group import add_in_order
+from npuzero.comm.backends.hierarchical import HierarchicalCommunicator, find_transposed_size
+from npuzero.comm.backends.process_group import add_in_order
 from npuzero.errors import CollectiveError, ConfigError, ContractError
 from npuzero.plan import Sent
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from npuzero.comm.lives import open_restart_store
+from npuzero.comm.rendezvous.restarts import open_restart_store
 
 SIZE = 3
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from npuzero.errors import ConfigError
-from npuzero.shard.discover import ROOT, discover_units, find_root_callers
+from npuzero.shard.layout.find_units import ROOT, discover_units, find_root_callers
 
 
 class TwoLinearBlock(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuzero.plan import SHARD_BYTES, START_ELEMENTS, MeshShape
-from npuzero.shard.layout import FlatLayout, intersect_ranges
+from npuzero.shard.layout.flat_layout import FlatLayout, intersect_ranges
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(torch.Size), max_size=12)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

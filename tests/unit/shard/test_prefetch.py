@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npuzero.shard.prefetch import ExecutionTrace
+from npuzero.shard.parameters.prefetch import ExecutionTrace
 
 
 def build_trace(*passes: list[int]) -> ExecutionTrace:

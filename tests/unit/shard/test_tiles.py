@@ -11,8 +11,8 @@ from torch import nn
 
 import npuzero
 from npuzero import StateError
-from npuzero.shard.discover import discover_units
-from npuzero.shard.tiles import TiledLinear
+from npuzero.shard.layout.find_units import discover_units
+from npuzero.shard.layout.tiled_linear import TiledLinear
 from world.toy import build_seeded_model
 from world.train import assert_same_bits, assert_states_close
 

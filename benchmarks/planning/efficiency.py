@@ -1,0 +1,87 @@
+"""How much bandwidth training needs: efficiency by arithmetic intensity (ZeRO-Infinity, arXiv:2104.07857, section 4).
+
+Where nothing is hidden behind compute, an iteration takes what its FLOPs take and what its bytes take::
+
+    efficiency = ait * bandwidth / (ait * bandwidth + peak)
+
+with ait, the arithmetic intensity, the FLOPs that a byte of one kind of state is moved for, and peak the FLOPs a second
+that the device reaches when it waits for nothing (the paper takes 70e12 of a V100).
+
+The paper says that optimizer states need 1.5 TB/s for an efficiency of 90 % with a batch of two sequences of 1,024 a
+device. By its own formula it is 1.23 TB/s: :func:`bandwidth_for` of 0.9, ``state_intensity(1024, 2)`` and 70e12.
+"""
+
+from __future__ import annotations
+
+from npuzero.errors import ConfigError
+
+
+def parameter_intensity(sequence: int, batch: int) -> float:
+    """Return the FLOPs a byte of parameters and gradients: they go through three times and once.
+
+    An iteration with recomputation has 8 FLOPs for each parameter and token, and moves 4 * 2 bytes a parameter:
+    sequence * batch.
+
+    Args:
+        sequence, batch: tokens of a sequence, and sequences of a device.
+    """
+    return float(sequence * batch)
+
+
+def state_intensity(sequence: int, batch: int) -> float:
+    """Return the FLOPs a byte of optimizer states, of which 16 bytes a parameter are read and written once an
+    iteration: sequence * batch / 4.
+    """
+    return sequence * batch / 4
+
+
+def checkpoint_intensity(hidden: int, interval: int = 1) -> float:
+    """Return the FLOPs a byte of activation checkpoints, one for ``interval`` blocks, which go out and come back:
+    24 * hidden * interval.
+    """
+    return 24.0 * hidden * interval
+
+
+def efficiency(intensity: float, bytes_per_s: float, flops_per_s: float) -> float:
+    """Return the part of ``flops_per_s`` that is left where bytes of an intensity come at ``bytes_per_s``.
+
+    Source: ZeRO-Infinity, section 4.1.
+
+    Raises:
+        ConfigError: a number that is not above 0.
+
+    Example::
+
+        from benchmarks.planning.efficiency import efficiency, parameter_intensity
+
+        print(efficiency(parameter_intensity(sequence=1024, batch=1), 70e9, 70e12))  # a half
+    """
+    for name, value in (("intensity", intensity), ("bytes_per_s", bytes_per_s), ("flops_per_s", flops_per_s)):
+        _check_positive(f"efficiency({name}=)", value)
+    return intensity * bytes_per_s / (intensity * bytes_per_s + flops_per_s)
+
+
+def bandwidth_for(wanted: float, intensity: float, flops_per_s: float) -> float:
+    """Return the bytes a second that an efficiency of ``wanted`` needs: the inverse of :func:`efficiency`.
+
+    Raises:
+        ConfigError: an efficiency that is not between 0 and 1, or a number that is not above 0.
+
+    Example::
+
+        from benchmarks.planning.efficiency import bandwidth_for, state_intensity
+
+        print(bandwidth_for(0.9, state_intensity(sequence=1024, batch=2), 70e12))  # 1.23e12
+    """
+    _check_positive("bandwidth_for(intensity=)", intensity)
+    _check_positive("bandwidth_for(flops_per_s=)", flops_per_s)
+    if not 0 < wanted < 1:
+        raise ConfigError(
+            "bandwidth_for(wanted=)", expected="above 0 and below 1", got=repr(wanted), do="No bandwidth makes it 1."
+        )
+    return wanted / (1 - wanted) * flops_per_s / intensity
+
+
+def _check_positive(subject: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(subject, expected="a number above 0", got=repr(value), do="Count it for one device.")

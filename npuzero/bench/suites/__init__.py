@@ -1,0 +1,1 @@
+"""Benchmark suites: ops, collectives, disks and the cluster."""

@@ -1,0 +1,1 @@
+"""File formats: torch archives, safetensors, items of a checkpoint."""

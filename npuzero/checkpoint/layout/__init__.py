@@ -1,0 +1,1 @@
+"""Layout of a checkpoint: boxes of tensors, metadata, saved parts."""

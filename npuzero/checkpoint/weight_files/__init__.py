@@ -1,0 +1,1 @@
+"""Weight files: read, export and convert safetensors."""

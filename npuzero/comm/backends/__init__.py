@@ -1,0 +1,1 @@
+"""Backends of collectives: process groups, shared memory, hierarchical, one rank."""

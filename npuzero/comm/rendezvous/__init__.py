@@ -1,0 +1,1 @@
+"""Rendezvous of ranks: the store, the roll call, exchanged values, restarts."""

@@ -1,0 +1,1 @@
+"""Watchdog of collectives: which rank is in which call, and which hang."""

@@ -1,0 +1,171 @@
+"""Collective calls by the names that programs know them by: where a rank is, in the user's words.
+
+A function says its name where it is defined, which costs its calls nothing. Whoever waits, or raises, looks for names
+among the frames of its thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: The calls that every step consists of. What a rank calls beside them is what the others have left out.
+STEP = ("forward", "backward", "optimizer.step")
+
+#: Where frames are not the user's: this package, Python's own and what is installed there, torch.
+_FOREIGN = (
+    *(str(Path(file).parent) + os.sep for file in (str(Path(__file__).parents[1]), threading.__file__, torch.__file__)),
+    "<",
+)
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Frames of torch that stand around what was called.
+_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn", "nonrecursive_disable_wrapper"}
+_WALKS = str(Path("utils", "_pytree.py"))  # which this package calls to look into arguments
+
+_names: dict[CodeType, str] = {}
+_thread = threading.local()
+
+
+class CallSite(NamedTuple):
+    """Say where a thread is: within ``call``, a collective by its name, and at ``line`` of the user's code."""
+
+    call: str = ""
+    line: str = ""
+
+
+class ExitRecorder(Protocol):
+    """Record the last call that a rank left by an exception: the board."""
+
+    def record_exit(self, call: str, error: BaseException | None) -> None:
+        """Record that this rank has left ``call`` by ``error``."""
+
+    def clear_exit(self) -> None:
+        """Clear the record: this rank calls again."""
+
+
+def named_call(name: str) -> Callable[[_Function], _Function]:
+    """Let errors of ranks that wait for each other speak of a function as ``name``; the function stays what it is."""
+
+    def register(function: _Function) -> _Function:
+        _names[inspect.unwrap(function).__code__] = name
+        return function
+
+    return register
+
+
+def collective_call(name: str) -> Callable[[_Function], _Function]:
+    """Name a public collective call as :func:`named_call` does, and record the exceptions that leave it.
+
+    A wrapper stands around the call. Hooks, many a step, are ``named_call`` only: what makes them tells the board.
+    """
+    exits = _ExitRecording(name)
+
+    def wrap(function: _Function) -> _Function:
+        named_call(name)(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with exits:
+                return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with exits:
+                return (yield from function(*args, **kwargs))
+
+        return cast("_Function", generate if inspect.isgeneratorfunction(function) else call)
+
+    return wrap
+
+
+class _ExitRecording(AbstractContextManager[None]):
+    """Record exceptions that leave the block, which runs the call ``name``, where the calling thread uses a world."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        recorder = _get_exit_recorder()
+        if recorder is not None:
+            recorder.clear_exit()
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        recorder = _get_exit_recorder()
+        if recorder is not None and error is not None:
+            recorder.record_exit(self._name, error)
+
+
+def record_exits(recorder: ExitRecorder) -> None:
+    """Have ``recorder`` record which collective calls the calling thread leaves by an exception."""
+    _thread.recorder = recorder
+
+
+def _get_exit_recorder() -> ExitRecorder | None:
+    recorder: ExitRecorder | None = getattr(_thread, "recorder", None)
+    return recorder
+
+
+def set_failure(text: str) -> None:
+    """Have errors of other ranks that wait for the calling thread say what it has raised; ``""``: nothing more."""
+    _thread.failure = text
+
+
+def find_call_site() -> CallSite:
+    """Return where the calling thread is: the outermost collective that the user's innermost frame called, if any."""
+    frame: FrameType | None = sys._getframe(1)
+    call = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        call = _names.get(frame.f_code, call)
+        frame = frame.f_back
+    failure = getattr(_thread, "failure", "")
+    return CallSite(call, _format_frame_line(frame) + (failure and f", after it raised {failure},"))
+
+
+def find_torch_call() -> CallSite:
+    """Return the function of torch's Python that the user's innermost frame called, "" if none, and that frame's line.
+
+    ``torch.optim.AdamW.step``, ``clip_grad_norm_``: what somebody did whom an operator's name tells nothing.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    call = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        code = frame.f_code
+        name = code.co_name
+        helper = name.startswith("_") or name in _WRAPPERS or code.co_filename.endswith(_WALKS)
+        public = name == "__init__" or not helper
+        if public and code.co_filename.startswith(_TORCH):
+            call = f"{_format_class_prefix(frame.f_locals.get('self'))}{name}".removesuffix(".__init__")
+        frame = frame.f_back
+    return CallSite(call, _format_frame_line(frame))
+
+
+def _format_class_prefix(owner: object) -> str:
+    """Return the name of an object's class before a method's: torch's own with their package, none without one."""
+    if owner is None or isinstance(owner, torch.Tensor):
+        return "" if owner is None else "Tensor."
+    home, _, rest = type(owner).__module__.partition(".")
+    package = f"{home}.{rest.partition('.')[0]}." if home == "torch" and rest else ""
+    return f"{package}{type(owner).__name__}."
+
+
+def _format_frame_line(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def error_subject(operation: str, rank: int) -> str:
+    """Return what an error of ``rank`` in ``operation`` is about: the user's call, where the thread is within one."""
+    call = find_call_site().call
+    return f"{call} on rank {rank}, in {operation}" if call else f"{operation} on rank {rank}"

@@ -1,0 +1,1 @@
+"""Update rules of the fused optimizers, and their states."""

@@ -1,0 +1,1 @@
+"""Loss scaling, and the guard against gradients that are not finite."""

@@ -1,0 +1,74 @@
+"""A guard that stops training where values stop being finite."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from npuzero.optim.scaling.loss_scaler import LossScaler
+from npuzero.shard.find_engine import engine_of
+
+
+class FiniteGuard:
+    """Stop where an output, a loss or a gradient is inf or NaN, and say in which unit and parameter it began.
+
+    While all is finite it costs one reading of each unit's output, and of the gradients where nobody clips; nothing
+    waits for the device. A bad step changes neither parameters nor states, and the next forward, :meth:`look`, or the
+    end of the block raises on every rank, with the same text.
+
+    Args:
+        model: made by :func:`npuzero.zero`.
+        scaler: the loss scaler in use. Gradients that overflow are its business then, until it is at its floor.
+
+    Raises:
+        StateError: the model is not sharded.
+
+    Example::
+
+        with npuzero.FiniteGuard(model) as guard:
+            for batch in torch.randn(3, 4, 8, device=world.device):
+                loss = model(batch).square().mean()
+                loss.backward()
+                guard.check(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(self, model: nn.Module, scaler: LossScaler | None = None) -> None:
+        self._engine = engine_of(model)
+        self._scaler = scaler
+        self._engine.finite.watch(True)
+
+    def check(self, loss: Tensor | None = None) -> None:
+        """Check the gradients, after the step's backward passes and before the optimizer. Collective.
+
+        Args:
+            loss: this rank's, not scaled; of several micro-batches any sum.
+
+        Raises:
+            NonFiniteError: the step before this one was bad, and nobody has looked.
+        """
+        self._engine.finite.check(loss, None if self._scaler is None else self._scaler.at_floor())
+
+    def look(self) -> None:
+        """Wait for the verdict on the last step checked. Collective.
+
+        Raises:
+            NonFiniteError: inf or NaN on any rank; ``facts`` has ``unit``, ``parameter`` and ``rank`` as far as known.
+        """
+        self._engine.finite.look()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._engine.finite.watch(False)
+
+    def __enter__(self) -> FiniteGuard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.look()
+        finally:
+            self.remove()

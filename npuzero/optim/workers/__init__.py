@@ -1,0 +1,1 @@
+"""Workers behind ZeroOptimizer: fused rules and torch optimizers over shards."""

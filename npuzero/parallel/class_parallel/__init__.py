@@ -1,0 +1,1 @@
+"""Class parallelism: a softmax over classes that are sharded."""

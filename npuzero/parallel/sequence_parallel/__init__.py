@@ -1,0 +1,1 @@
+"""Sequence parallelism: sequences sharded over ranks, all-to-all around attention."""

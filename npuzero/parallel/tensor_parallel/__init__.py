@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers sharded over ranks by a plan of words."""

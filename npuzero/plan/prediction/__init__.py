@@ -1,0 +1,1 @@
+"""Prediction of the bytes that a rank holds and sends in a step."""

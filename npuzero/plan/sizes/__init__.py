@@ -1,0 +1,1 @@
+"""Sizes of flat parameters, and what of them lies in which memory."""

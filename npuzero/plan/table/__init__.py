@@ -1,0 +1,1 @@
+"""The table: placements of training state over mesh axes and memories."""

@@ -1,0 +1,1 @@
+"""Hardware model: clusters, networks and rates."""

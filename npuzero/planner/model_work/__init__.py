@@ -1,0 +1,1 @@
+"""Work of a model: FLOPs, bytes and activations of its units."""

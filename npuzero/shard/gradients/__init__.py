@@ -1,0 +1,1 @@
+"""Reduce-scatter gradients, agree on them across ranks, and measure their norms."""

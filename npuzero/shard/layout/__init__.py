@@ -1,0 +1,1 @@
+"""Layout of flat parameters: units, slots, shard specs and the relations of axes."""

@@ -1,0 +1,94 @@
+"""The entrance of a module: an engine's work before and after a call, and the module between, compiled or not.
+
+torch's own forward hooks run inside of what ``module.compile()`` compiles, where Dynamo would trace an engine. Visits
+stand around it, so that the graph of a module is all of its computation, and nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from npuzero.shard.modules.attribute_overlay import overlay_attributes
+
+#: Called with the module, its arguments and keyword arguments; may return others.
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+#: Called with the module and what it returned.
+After = Callable[[nn.Module, Any], None]
+#: Called where what stood inside raised; the error goes on.
+Failed = Callable[[], None]
+
+
+class ForwardHook(NamedTuple):
+    """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between.
+
+    Where ``after`` raises, it has cleaned up itself.
+    """
+
+    before: Before
+    after: After
+    failed: Failed
+
+
+_REASON = "npuzero's engine gathers and releases parameters around a unit; compile the units, not what is around them"
+
+
+class ForwardWrapper:
+    """Run visits around every call of a module; the later one is added, the further outside it is.
+
+    It takes the place of the module's ``_call_impl``, which runs the user's hooks and forward, and by which Dynamo sees
+    that there is more to a call than those, where the module is called from within something compiled.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._plain: Callable[..., Any] = type(module)._call_impl
+        self._compiled: Callable[..., Any] | None = module.__dict__.pop("_compiled_call_impl", None)
+        self._around: list[ForwardHook] = []
+        call = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
+        overlay_attributes(module, _call_impl=call, compile=self._compile, _npuzero_entrance=self)
+
+    @staticmethod
+    def of(module: nn.Module) -> ForwardWrapper:
+        """Return the one entrance of ``module``."""
+        found: ForwardWrapper | None = module.__dict__.get("_npuzero_entrance")
+        return found or ForwardWrapper(module)
+
+    def add(self, visit: ForwardHook) -> None:
+        """Have ``visit`` run around every call, and never be traced."""
+        self._around.append(ForwardHook(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        entered = len(self._around)
+        try:
+            while entered:
+                entered -= 1
+                args, kwargs = self._around[entered].before(module, args, kwargs) or (args, kwargs)
+            output = self._plain(module, *args, **kwargs) if self._compiled is None else self._compiled(*args, **kwargs)
+        except BaseException:
+            for visit in self._around[entered:]:  # one whose own ``before`` raised may have done half of it
+                visit.failed()
+            raise
+        left = 0
+        try:
+            for visit in self._around:
+                left += 1
+                visit.after(module, output)
+        except BaseException:
+            for visit in self._around[left:]:
+                visit.failed()
+            raise
+        return output
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module inside, as ``nn.Module.compile`` does."""
+        module = self._module()
+        assert module is not None
+        self._compiled = torch.compile(MethodType(self._plain, module), *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Optimizer states, parameters and activations on the host and on NVMe."""

@@ -1,0 +1,179 @@
+"""Delayed updates: what an update makes of the parameters stays on the host until the next step.
+
+The lane updates during the whole of the next step's forward and backward, so it must touch nothing that these use: it
+reads gradients in a home of their own (:mod:`npuzero.shard.state.gradient_buffer`), and updates parameters that lie
+*ahead* of those on the device, or where masters are float32 rounds these into them. A step begins by bringing them to
+the device, from where R4 goes on as ever; then the next update begins.
+
+So masters and moments are those after the pending update, while own parameters are those before it; to read masters,
+who is not the lane waits for it first.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from npuzero.errors import ConfigError, StateError
+from npuzero.memory import MemorySpaces
+from npuzero.shard.layout.flat_layout import intersect_ranges
+from npuzero.shard.offload.host_states import HostStateStore, StateStore
+from npuzero.shard.offload.offloaded_update import OffloadedUpdate
+from npuzero.shard.state.flat_parameter import AHEAD, FlatParameter
+
+#: Of a slot's optimizer state, in checkpoints: own parameters, which are those before the pending update.
+LAGGING = "lagging"
+
+
+class DelayedUpdate:
+    """Hold what is ahead of the parameters of one model.
+
+    Args:
+        flats: those whose updates are delayed.
+        stream: updates them.
+
+    Attributes:
+        pending: whether the device may have older parameters than are here; the same on all ranks.
+        banks: of what is here; updates write there.
+    """
+
+    def __init__(self, flats: Sequence[FlatParameter], stream: OffloadedUpdate, spaces: MemorySpaces) -> None:
+        self._ahead: dict[FlatParameter, Tensor] = {}
+        self._stream = stream
+        self._mover = spaces.mover
+        self.pending = False
+        self._by: weakref.ref[object] | None = None  # the optimizer whose update is pending
+        self._behind: dict[FlatParameter, list[slice]] = {}
+        self.banks: list[StateStore] = []
+        if flats:
+            bank = HostStateStore(stream.chunks, {flat: {AHEAD: flat.dtype} for flat in flats}, stream.quiet, spaces)
+            self.banks.append(bank)
+            for flat in flats:
+                flat.ahead = self._ahead[flat] = bank.whole(flat, AHEAD)
+
+    def __bool__(self) -> bool:
+        return bool(self._ahead)
+
+    def check(self, optimizer: object, early: bool) -> None:
+        """Check that a step of ``optimizer`` ends the update of its step before, and begins one.
+
+        Args:
+            early: it would begin updates before its steps.
+
+        Raises:
+            ConfigError: updates cannot be both late and early.
+            StateError: another optimizer's update is pending.
+        """
+        if self and early:
+            raise ConfigError(
+                f"{type(optimizer).__name__}(early=True)",
+                expected="a plan without lag, whose updates can begin inside backward",
+                got="lag=1, whose updates run beside the next step's",
+                do="Leave early=True out, or take a plan without lag.",
+            )
+        if self.pending and self._by is not None and self._by() is not optimizer:
+            raise StateError(
+                f"{type(optimizer).__name__}.step under a plan with lag=1",
+                expected="one optimizer of all parameters: its step ends the update of its step before",
+                got="an update of another optimizer's that is pending",
+                do="Give all parameters to one optimizer, in groups; or call npuzero.apply_pending(model) in between.",
+            )
+
+    def begin(self, optimizer: object) -> None:
+        """Note that an update has begun."""
+        if self:
+            self.pending, self._by = True, weakref.ref(optimizer)
+
+    def quiet(self) -> None:
+        """Wait until what is here may be read and written.
+
+        Raises:
+            NpuZeroError: the update has failed.
+        """
+        if self:
+            self._stream.quiet()
+
+    def land(self) -> None:
+        """Bring what is here to the device, if that may have something older.
+
+        Raises:
+            NpuZeroError: the update has failed.
+        """
+        if not self.pending:
+            return
+        self.quiet()
+        self._mover.follow()
+        for arrived in [self._mover.to_device(flat.own_parameters, ahead) for flat, ahead in self._ahead.items()]:
+            arrived.wait()
+        self.pending = False
+
+    def take(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
+        """Let a range of the masters be ``values``; own parameters, which are behind these, stay."""
+        behind = flat.own_parameters[own].clone()
+        flat.write_master(own, values)
+        flat.own_parameters[own].copy_(behind)
+        self.pending, self._by = True, None
+
+    def expect(self, flat: FlatParameter, states: Sequence[Mapping[str, object]]) -> bool:
+        """Prepare for own parameters of those slots that :data:`LAGGING` is among the states of; tell if there are any.
+
+        Without lag there are none: parameters are what their masters are.
+        """
+        self._behind[flat] = [flat.own_slots[i] for i, state in enumerate(states) if self and LAGGING in state]
+        return bool(self._behind[flat])
+
+    def take_behind(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
+        """Let what is expected of a range of own parameters be ``values``, behind the masters, which stay."""
+        for slot in self._behind[flat]:
+            begin, end = intersect_ranges((own.start, own.stop), (slot.start, slot.stop))
+            if begin < end:
+                flat.own_parameters[begin:end].copy_(values[begin - own.start : end - own.start])
+        self.pending, self._by = True, None
+
+    # -- other values ----------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Prepare for a whole training state that is loaded: nothing is pending any more."""
+        self.quiet()
+        self.pending = False
+
+    def drop(self) -> None:
+        """Prepare for other values of all parameters: they count, and what a pending update made of the old ones is
+        dropped.
+        """
+        if self.pending:
+            warnings.warn(
+                "The pending update of a delayed plan is dropped: other parameters were loaded. To keep it, call "
+                "npuzero.apply_pending(model) before.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.forget()
+
+    def check_write(self, flat: FlatParameter) -> None:
+        """Check that a program may write parameters of ``flat``.
+
+        Raises:
+            StateError: an update of them is pending, which knows nothing of what is written.
+        """
+        if self.pending and flat in self._ahead:
+            raise StateError(
+                f"writing into parameters of {flat.name}",
+                expected="no update that is pending (the plan has lag=1): it began from the values of before",
+                got="values written after it began",
+                do="Call npuzero.apply_pending(model) on every rank before, or take a plan without lag.",
+            )
+
+
+def warn_of_delay(saved: Iterable[Mapping[str, object]], lag: DelayedUpdate) -> None:
+    """Warn where a delayed plan saved these states, one a parameter, and the plan at hand delays nothing."""
+    if not lag and any(LAGGING in state or AHEAD in state for state in saved):
+        warnings.warn(
+            "A delayed plan saved this state, and the plan of this model delays nothing: the update that was pending "
+            "then is applied at once.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,1 @@
+"""All-gather, prefetch and free parameters; read and write them unsharded."""

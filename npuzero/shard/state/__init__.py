@@ -1,0 +1,1 @@
+"""State of one unit: its flat parameters, gradients, initial values and life cycle."""

@@ -1,0 +1,1 @@
+"""One training step: forward, backward, the step boundary and the optimizer update."""
