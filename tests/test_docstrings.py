@@ -68,7 +68,8 @@ def public_objects() -> dict[str, Any]:
     named += [(f"parallel.{name}", getattr(parallel, name)) for name in parallel.__all__]
     named += [(f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__]
     named += [(f"internevo.{name}", getattr(internevo, name)) for name in internevo.__all__]
-    given = {"CutTensor", "Initialized", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
+    # Programs do not make these: calls return or take them.
+    given = {"CutTensor", "InitializedEngine", "InitializedTraining", "Loaded", "Saving", "Stateful"}
     return {
         name: each
         for name, each in named

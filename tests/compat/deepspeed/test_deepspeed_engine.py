@@ -300,11 +300,11 @@ def test_a_dataset_is_divided_over_the_ranks():
     data = TensorDataset(torch.arange(18))
 
     def rank(world: World) -> tuple[list[int], int]:
+        options = {"collate_fn": lambda samples: torch.stack([value for (value,) in samples]), "training_data": data}
+        config = engine_config() | {"dataloader_drop_last": True}
         loader = npuzero.initialize(
-            model=build_seeded_model(make=DenseGPT), config=engine_config() | {"dataloader_drop_last": True},
-                training_data=data,
-            collate_fn=lambda samples: torch.stack([value for (value,) in samples]),
-        ).training_dataloader  # fmt: skip
+            model=build_seeded_model(make=DenseGPT), config=config, **options
+        ).training_dataloader
         return torch.cat([*loader]).tolist(), len(loader)
 
     (one, batches), (other, _) = run_two_ranks(rank)
@@ -447,9 +447,8 @@ def test_a_trainers_arguments_fill_what_is_left_to_auto(tmp_path):
     assert (engine.train_batch_size(), engine.gradient_clipping(), engine.bfloat16_enabled()) == (6, 0.7, True)
     with pytest.raises(ConfigError) as caught:
         npuzero.initialize(model=build_seeded_model(make=DenseGPT), config=said)
-    assert {"bf16.enabled", "optimizer.params.lr", "scheduler.params.total_num_steps"} < {
-        *caught.value.facts["refused"]
-    }
+    refused = {*caught.value.facts["refused"]}
+    assert {"bf16.enabled", "optimizer.params.lr", "scheduler.params.total_num_steps"} < refused
 
 
 @pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True, "check_grad_overflow": True}}], ids=["fp32", "bf16"])
@@ -478,11 +477,8 @@ def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(ConfigError, match="none of which it has"):
         npuzero.initialize(model=build_seeded_model(make=DenseGPT), optimizer=other, config=engine_config())
     with pytest.raises(ConfigError, match="none of which it has"):
-        npuzero.initialize(
-            model=build_seeded_model(make=DenseGPT),
-            model_parameters=nn.Linear(2, 2).parameters(),
-            config=engine_config(),
-        )
+        foreign = nn.Linear(2, 2).parameters()
+        npuzero.initialize(model=build_seeded_model(make=DenseGPT), model_parameters=foreign, config=engine_config())
 
 
 @pytest.mark.parametrize(

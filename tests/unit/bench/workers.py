@@ -42,7 +42,7 @@ class TeamWork:
         self.held = bytearray(count)
 
 
-def make_team_work(rank: int, size: int, options: dict[str, Any]) -> TeamWork:
+def make(rank: int, size: int, options: dict[str, Any]) -> TeamWork:
     if options.get("how") == "unmade":
         raise RuntimeError("cannot be made")
     return TeamWork(rank, size, options)
