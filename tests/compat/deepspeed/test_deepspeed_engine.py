@@ -297,15 +297,12 @@ def test_weights_are_saved_for_others(tmp_path):
 
 
 def test_a_dataset_is_divided_over_the_ranks():
-    data = TensorDataset(torch.arange(18))
-
     def rank(world: World) -> tuple[list[int], int]:
-        options = {"collate_fn": lambda samples: torch.stack([value for (value,) in samples]), "training_data": data}
+        options = {"collate_fn": lambda samples: torch.stack([value for (value,) in samples])}
+        options |= {"training_data": TensorDataset(torch.arange(18))}
         config = engine_config() | {"dataloader_drop_last": True}
-        loader = npuzero.initialize(
-            model=build_seeded_model(make=DenseGPT), config=config, **options
-        ).training_dataloader
-        return torch.cat([*loader]).tolist(), len(loader)
+        made = npuzero.initialize(model=build_seeded_model(make=DenseGPT), config=config, **options)
+        return torch.cat([*made.training_dataloader]).tolist(), len(made.training_dataloader)
 
     (one, batches), (other, _) = run_two_ranks(rank)
     assert batches == 4 and len(one) == len(other) == 8 and len({*one, *other}) == 16
