@@ -1,16 +1,16 @@
-"""Digests of inputs: ranks that share a batch compare what they were given, and data ranks, which do not, as well.
+"""Digests of inputs: check that ranks of one batch have equal inputs, and that data ranks have different ones.
 
-Ranks along ``tensor``, and the stages of one pipeline, compute one model on one batch. A rank that is fed another one
-(by its own rank, where the index along the data axes is meant) makes numbers that belong to no batch at all. So each
-keeps a digest of the inputs of a step's first forward, and the vote that the step has anyway carries it: of each bit
-the first rank of a group adds (ranks - 1) times its own, the others take theirs away, so that equal ones sum to 0.
+Ranks along ``tensor``, and the stages of one pipeline, compute one model on one batch. A rank with another batch
+(chosen by rank instead of by the index along the data axes) would silently make results meaningless. So each rank keeps
+a digest of the inputs of a step's first forward, which is sent in the step's vote. For each bit the first rank of a
+group contributes (ranks - 1) times its bit and each further rank subtracts its bit, so that equal digests sum to 0.
 
-Data ranks are to be given different batches. Whether all have the same one is a number more in that vote, of the same
-kind; in the first steps alone, since a program without a sampler has it in each.
+Data ranks should have different batches. One further number in the vote, of the same kind, tells whether all have the
+same; only in the first steps, since a program without a sampler repeats it in each.
 
-A digest reads a bounded number of elements: all of a small tensor, else evenly spaced ones, others in each step. On an
-accelerator it is computed there, copied to the host beside training, and part of the next step's vote, so that the
-host waits for nothing that is not long done.
+A digest reads a bounded number of elements: all of a small tensor, else evenly spaced ones, different ones in each
+step. On an accelerator it is computed on the device, copied to the host asynchronously, and sent in the next step's
+vote, so that the host never waits for unfinished work.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from npuzero.plan import DATA, DIGEST_BITS, SEQUENCE, Axes
 from npuzero.shard.layout.nested_tensors import find_nested_tensors
 from npuzero.shard.parameters.user_writes import digest_integers
 
-#: Elements of a tensor that a digest reads at most.
+#: Maximum number of elements of a tensor that a digest reads.
 MOST_ELEMENTS = 2**16
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-#: Steps in a row with one batch on all data ranks, after which rank 0 warns: one may be a warm-up, or chance.
+#: Consecutive steps with one batch on all data ranks before rank 0 warns: one may be a warm-up, or chance.
 _REPEATED_STEPS = 3
-#: Votes that look for them; on an accelerator the first has no digest yet.
+#: Votes that check for it; on an accelerator the first vote has no digest yet.
 _REPEATED_VOTES = 4
-#: Digests of these votes are below this number, so that sums over thousands of ranks are exact in float32.
+#: Upper bound of digests in these votes, so that sums over thousands of ranks are exact in float32.
 _REPEATED_BELOW = 2**12
 
-#: What a rank says of its inputs: the first rank of its group, and the digest that its last ballot had.
+#: A rank's report of its inputs: the first rank of its group, and the digest in its last ballot.
 Said = tuple[int, int]
 
 
 class RepeatedBatch:
-    """Warn where all data ranks are given one batch in each step, as without a DistributedSampler.
+    """Warn if all data ranks have the same batch in each step, as without a DistributedSampler.
 
-    Only a warning: constant inputs, and one batch on all ranks on purpose, are legal.
+    It is only a warning: constant inputs, or one batch on all ranks on purpose, are legal.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         readers = mesh.ranks(DATA)[:: mesh.size((SEQUENCE,))]
         rank = mesh.world.rank
-        # Ranks along sequence share the batch of one of these; each place along tensor votes by itself.
+        # One reader per batch: ranks along sequence share it, and each place along tensor votes separately.
         self._weight = 0 if rank not in readers else len(readers) - 1 if rank == readers[0] else -1
         self._rank = rank
         self._ranks = len(readers)
@@ -69,16 +69,16 @@ class RepeatedBatch:
         return self._votes > 0
 
     def ballot(self, digest: int) -> int:
-        """Return what this rank adds to the vote: the sum over all ranks is 0 where all digests are equal.
+        """Return this rank's number in the vote: the sum over all ranks is 0 if all digests are equal.
 
         Args:
-            digest: of inputs with elements; 0: there are none.
+            digest: digest of inputs with elements; 0: no such inputs.
         """
         self._said = 1 + digest % (_REPEATED_BELOW - 1) if digest and self.watching else 0
         return self._weight * self._said
 
     def look(self, total: float) -> None:
-        """Take the sum over all ranks; warn on rank 0, once, where it was 0 in several steps in a row."""
+        """Take the sum over all ranks; warn on rank 0, once, if it was 0 in several consecutive steps."""
         if not self.watching:
             return
         self._votes -= 1
@@ -99,11 +99,11 @@ class RepeatedBatch:
 
 
 class SharedInputs:
-    """Compare what the ranks along ``axes`` are given; they are to be given the same.
+    """Check that the ranks along ``axes`` have the same inputs.
 
     Args:
-        axes: ``()``: no rank shares its inputs, and nothing is compared.
-        repeated: looks at the same digests in the first steps.
+        axes: mesh axes with shared inputs; ``()``: nothing is compared.
+        repeated: checks the same digests over the data ranks in the first steps.
     """
 
     def __init__(self, mesh: Mesh, axes: Axes, repeated: RepeatedBatch | None = None) -> None:
@@ -116,49 +116,49 @@ class SharedInputs:
         self._before: _Pending | None = None
         self._votes = 0
         self._said = 0
-        self._elements = False  # the digest is of some
+        self._elements = False  # whether the digest read any elements
         self._repeated = repeated
         self.many = len(ranks) > 1
 
     def note(self, inputs: Any) -> None:
-        """Take the digest of ``inputs``, nested as a forward takes them, if they are the first since the last vote."""
+        """Take the digest of ``inputs``, a forward's nested arguments, if they are the first since the last vote."""
         wanted = self.many or (self._repeated is not None and self._repeated.watching)
         if wanted and self._now is None and not device.get(self._device).capturing():
             self._now = begin_digest(inputs, self._votes, self._device)
 
     def begin_vote(self) -> None:
-        """Take the digest that the vote to come is about: on an accelerator that of the step before."""
+        """Take the digest for the next vote: on an accelerator that of the previous step."""
         late = self._device.type != "cpu"
         ready, self._before, self._now = (self._before if late else self._now), self._now, None
         self._votes += 1
         self._said, self._elements = (0, False) if ready is None else (ready.read(), ready.elements)
 
     def ballot_of_data(self) -> int:
-        """Return what this rank adds to the vote on whether all data ranks have one batch."""
+        """Return this rank's number in the vote on whether all data ranks have one batch."""
         return self._repeated.ballot(self._said if self._elements else 0) if self._repeated else 0
 
     def look_at_data(self, total: float) -> None:
-        """Take the sum of these over all ranks."""
+        """Take the sum of these numbers over all ranks."""
         if self._repeated:
             self._repeated.look(total)
 
     def ballot(self) -> list[int]:
-        """Return what this rank puts into the vote, one number a bit: over the group they sum to 0 where it agrees."""
+        """Return this rank's numbers in the vote, one per bit: they sum to 0 over a group with equal digests."""
         if not self.many:
             return [0] * DIGEST_BITS
-        # By group: two groups with the same two batches, the other way round, must not cancel each other.
+        # Mix in the group: two groups with the same two batches, exchanged, must not cancel.
         mixed = zlib.crc32(f"{self._first} {self._said}".encode()) if self._said else 0
         return [self._weight * (mixed >> place & 1) for place in range(DIGEST_BITS)]
 
     def said(self) -> Said:
-        """Return what the last ballot was about."""
+        """Return the group and digest of the last ballot."""
         return self._first, self._said
 
     def compare(self, said: Sequence[Said], ranks: Sequence[int]) -> None:
-        """Raise where ranks of a group have said different things.
+        """Compare the reports of all ranks.
 
         Raises:
-            ConfigError: some have; it names a group, and the ranks in it that differ from its first.
+            ConfigError: digests differ in a group; names the group, and its ranks that differ from the first.
         """
         groups: dict[int, dict[int, int]] = {}
         for rank, (first, theirs) in zip(ranks, said, strict=True):
@@ -187,11 +187,11 @@ class SharedInputs:
 
 
 class _Pending(NamedTuple):
-    """Hold a digest under way.
+    """Hold a digest in progress.
 
     Attributes:
-        read: gives it; waits, if at all, for this work alone.
-        elements: whether it has read any.
+        read: returns the digest; waits at most for the digest's own copy.
+        elements: whether the digest reads any elements.
     """
 
     read: Callable[[], int]
@@ -199,7 +199,7 @@ class _Pending(NamedTuple):
 
 
 def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
-    """Begin the digest of all tensors in ``inputs``."""
+    """Start the digest of all tensors in ``inputs``."""
     tensors = find_nested_tensors(inputs)[0]
     shapes = zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())
     here: list[Tensor] = []
@@ -224,12 +224,12 @@ def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
 
 
 def _combine_digests(shapes: int, digests: Sequence[Tensor]) -> int:
-    """Return one number of all digests; never 0, which stands for none."""
+    """Combine digests into one number; never 0, which means no digest."""
     return zlib.crc32(repr([shapes, *(each.tolist() for each in digests)]).encode()) or 1
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Return whether elements of ``tensor`` can be read as they lie."""
+    """Return whether elements of ``tensor`` can be read directly."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
     functional = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return plain and not functional and not is_traceable_wrapper_subclass(tensor)
@@ -237,11 +237,11 @@ def _is_readable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _sample_digest(tensor: Tensor, step: int) -> Tensor:
-    """Return [2] int64 over at most :data:`MOST_ELEMENTS` elements, where they lie."""
+    """Return the digest, [2] int64, of at most :data:`MOST_ELEMENTS` elements, on the tensor's device."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() <= MOST_ELEMENTS:
             sample = tensor.detach().reshape(-1)
-        else:  # without a copy of all of it, whatever its strides; odd, so as not to stay in one column of it
+        else:  # do not copy the full tensor, for any strides; an odd stride does not stay in one column
             stride = -(-tensor.numel() // MOST_ELEMENTS) | 1
             places = torch.arange(step % stride, tensor.numel(), stride, device=tensor.device)
             sample = torch.take(tensor.detach(), places)

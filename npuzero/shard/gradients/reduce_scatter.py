@@ -1,13 +1,13 @@
-"""R2 and R3: gradients leave autograd, are summed over the ranks, and end as this rank's shard.
+"""R2 and R3: reduce-scatter gradients from autograd into this rank's shard.
 
 Gradients are scaled as they are packed, so every reduction is a plain sum (an averaging collective is slower or
 missing on some backends, and one of them scales its input in place).
 
-A flat is reduced as soon as all its gradients are there, in one order of the flats that all ranks share, whatever order
-autograd produced the gradients in: a flat of which this rank used nothing contributes zeros at its turn. A reduction is
-a generator that pauses while its collective is under way, since a two-level reduction's second collective needs the
-first one's result. Each launch first moves every earlier reduction one step on: an order that depends on nothing but
-the launches.
+A flat parameter is a bucket: it is reduced as soon as all its gradients have arrived. All ranks reduce in the same
+order of flats, independent of the order in autograd: a flat that this rank did not use contributes zeros at its turn.
+A reduction is a generator that pauses while a collective runs, since the second collective of a two-level reduction
+needs the first one's result. Each launch first advances every earlier reduction by one collective, so the order of
+collectives depends only on the order of launches.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _S = GradientState
 
 
 class GradientReducer:
-    """Take gradients as they leave autograd and bring them to READY.
+    """Reduce gradients as autograd finishes them, until they are READY.
 
     Attributes:
-        open: whether a backward pass is under way.
-        reduced: told of a gradient to which nothing more is added in the present pass.
+        open: whether a backward pass is running.
+        reduced: called with each gradient that is final for the present pass.
     """
 
     def __init__(self, units: Sequence[Unit], spaces: MemorySpaces, overlapped: bool) -> None:
@@ -46,7 +46,7 @@ class GradientReducer:
         pools = self._pools = dict[Axes, BufferPool]()
 
         def pool(group: RankGroup | None) -> BufferPool:
-            # A communication buffer lies where the ranks of its collective can read it.
+            # One pool per group: the ranks of the collective read its buffers in place.
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
                 source = None if group is None else group.communicator("reduce").buffer
@@ -64,7 +64,7 @@ class GradientReducer:
         self._turns: Sequence[FlatGradient] = ()
         self._turn = 0
         self._number = 0  # of the pass
-        self._last: dict[FlatGradient, BackwardRole] = {}  # what the last pass of this step was to each, so far
+        self._last: dict[FlatGradient, BackwardRole] = {}  # per gradient, its role in the step's last pass so far
         self.open = False
         self.reduced: Callable[[FlatGradient], None] = lambda _: None
 
@@ -74,7 +74,7 @@ class GradientReducer:
         """Start a backward pass.
 
         Args:
-            roles: what the pass is to each gradient that it brings, in the order in which they are reduced.
+            roles: role of the pass for each gradient it brings, in the order of reduction.
         """
         self.abandon()
         self._roles, self._turns = roles, list(roles)
@@ -82,17 +82,17 @@ class GradientReducer:
         self.open = True
 
     def abandon(self) -> None:
-        """Drop a pass that raised: what it has brought so far has no turn any more."""
+        """Drop the gradients of a pass that raised."""
         self.open = False
         self._turn = 0
         for gradient in self._order:
             gradient.contribution.arrived.clear()
 
     def arrive(self, gradient: FlatGradient, i: int, value: Tensor) -> bool:
-        """Take ``value``, the final gradient of slot ``i`` in this pass.
+        """Take ``value``, the final gradient of slot ``i`` in this pass, and launch the reductions that are due.
 
         Returns:
-            whether it is the last of its flat.
+            whether it completes its flat parameter.
         """
         contribution = gradient.contribution
         if not contribution.arrived:
@@ -107,18 +107,18 @@ class GradientReducer:
         return True
 
     def end(self) -> None:
-        """End the backward pass: flats of which something was not used take their turn with zeros."""
+        """End the backward pass: reduce the remaining flats, with zeros for unused slots."""
         for gradient in self._turns[self._turn :]:
             self._complete(gradient)
         self._turn = len(self._turns)
-        for gradient in self._turns:  # parameters that autograd finished twice in one pass (reentrant checkpointing)
+        for gradient in self._turns:  # gradients that arrived after their flat's turn (reentrant checkpointing)
             if gradient.contribution.arrived:
                 self._complete(gradient)
         self._last.update(self._roles)
         self.open = False
 
     def _complete(self, gradient: FlatGradient) -> None:
-        """Take in everything this pass adds to a flat, which is all here, and launch what can be launched."""
+        """Accept all gradients of this pass for one flat, and launch its reduction if there is one."""
         self._reopen(gradient)
         role = self._roles[gradient]
         wire = gradient.take(role)
@@ -142,16 +142,16 @@ class GradientReducer:
         self.drain()
         for gradient in self._order:
             if gradient.state is not _S.READY:
-                # What no_sync has kept is still to be sent, and a rank that had no pass owes the others its zeros.
+                # Gradients accumulated under no_sync are still to be sent, and a rank without a pass must send zeros.
                 owing = self._last.get(gradient, BackwardRole.ALONE) is BackwardRole.ALONE
                 wire = gradient.fill_wire() if owing and gradient.cut else None
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
         self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)
-        self._mover.quiet()  # what rests on the host is read there from now on
+        self._mover.quiet()  # offloaded gradients are read on the host from now on
 
     def reset(self) -> None:
-        """Drop the gradients: the step is done with them."""
+        """Drop all gradients, after the step."""
         self.drain()
         self._last = {}
         for gradient in self._order:
@@ -161,11 +161,11 @@ class GradientReducer:
 
     @property
     def idle(self) -> bool:
-        """Return whether no reduction is under way."""
+        """Return whether no reduction is in progress."""
         return not self._active
 
     def drain(self) -> None:
-        """Finish every reduction under way."""
+        """Finish every reduction in progress."""
         while self._active:
             self._advance()
 
@@ -182,19 +182,19 @@ class GradientReducer:
             self.drain()
 
     def _advance(self) -> None:
-        """Move each reduction under way one collective on; waits for the present one."""
+        """Wait for the running collective of each reduction and start its next one."""
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
     def _reduction(self, gradient: FlatGradient, wire: Tensor | None, boundary: bool) -> Iterator[None]:
         """Run one reduction, pausing at each collective.
 
         Args:
-            wire: the communication buffer with this pass's gradients, where they are not accumulated: for R2, or where
-                that is the identity for R3.
-            boundary: R3 is part of it.
+            wire: the communication buffer with this pass's gradients, if they are not accumulated: input of R2 or, if
+                that is the identity, of R3.
+            boundary: whether the reduction includes R3.
         """
         tag, number = f"reduce {gradient.name}", self._number
-        # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
+        # R2, if gradients are sharded. The buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
             gradient.kept.bring()
             sent = _CommBuffer.of(gradient, wire, gradient.buffer)
@@ -203,15 +203,14 @@ class GradientReducer:
             gradient.summing = True
             wire = None
         last = boundary or not gradient.meets_at_boundary
-        # Buffers are not zeroed between steps: where no gradient has come they hold something older, which must not be
-        # summed.
+        # Buffers are not zeroed between steps: slots without a gradient hold stale values, which must not be summed.
         if last and not gradient.cut and wire is None:
             gradient.zero_absent(gradient.kept.values)
             if gradient.pools:
                 gradient.kept.zero_gaps()
         elif last and gradient.cut and not gradient.summing:
             gradient.kept.values.zero_()
-        # R3: first over the axes that shard states further, then over those that replicate them, with what is left.
+        # R3: first over the axes that shard states further, then, with that shard, over the axes that replicate states.
         if boundary and gradient.meets_at_boundary:
             gradient.kept.bring()
         if boundary and gradient.rests.deeper.many:
@@ -223,21 +222,21 @@ class GradientReducer:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
         gradient.kept.rest()
-        if number == self._number:  # else it is of an earlier pass, and this one may add to it
+        if number == self._number:  # else an earlier pass launched it, and the present one may add to the gradient
             self.reduced(gradient)
 
     def _sum_deeper(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
-        """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""
+        """Run reduce_scatter over states - gradients (axes that shard only states), into this rank's own shard."""
         sent = _CommBuffer.of(gradient, wire, gradient.buffer)
         yield from self._scatter(gradient, gradient.rests.deepen, sent, gradient.own, tag)
 
     def _sum_beyond(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Sum this rank's own shard, or ``wire``, over the ranks that keep the same states: D - states.
 
-        Here D - states are the mesh axes over which gradients are averaged but states are not sharded. Where the
-        communication dtype is low-precision and the sums' is float32, or a wire is thin: reduce_scatter into float32
-        sums, then all_gather of the sums, so that no rank sees the sum rounded (states would drift apart from the
-        presets that keep the sum where it was made); or all ranks see it rounded, where the precision says so.
+        D - states are the mesh axes over which gradients are averaged but states are not sharded. If the communication
+        dtype is low-precision and that of sums is float32, or a wire is thin: reduce_scatter into float32 sums, then
+        all_gather the sums. So no rank sees the sum rounded: states would drift from those of presets that keep the
+        sum on its owner. If the precision asks for rounded sums, all ranks see the same rounded sum.
         """
         own, hops = gradient.own, gradient.rests.spread
         sent = _CommBuffer.of(gradient, wire, own)
@@ -273,11 +272,12 @@ class GradientReducer:
     ) -> Iterator[None]:
         """Run a reduce_scatter level by level.
 
-        Over a thin level each rank is sent its part as codes and scales, in one message, and adds up in float32 what
-        comes, in the order of the ranks: no code is ever added to another.
+        Over a thin level each rank receives its part as codes and scales, in one message, and sums the dequantized
+        values in float32, in rank order: codes are never summed.
 
         Args:
-            into: float32; this rank's part of the sums. ``accumulate``: they are added to it.
+            into: float32; this rank's part of the sums.
+            accumulate: add the sums to ``into`` instead of overwriting it.
         """
         for i, hop in enumerate(hops):
             last = i == len(hops) - 1
@@ -296,7 +296,7 @@ class GradientReducer:
                 codes, _ = pool.acquire(nbytes, torch.uint8)
                 residual = gradient.residuals.get(hop)
                 ops.quantize(sent.values, codes, bits=hop.bits, pieces=ranks, residual=residual)
-                sent.give_back()  # as soon as it is codes
+                sent.give_back()  # the codes replace it
                 arrived, _ = pool.acquire(nbytes, torch.uint8)
                 yield from _wait_when_resumed(communicator.all_to_all(arrived, codes, tag=tag))
                 pool.release(codes)
@@ -307,10 +307,11 @@ class GradientReducer:
 
 
 class _CommBuffer:
-    """Hold what a collective sends, or makes: in a buffer that is lent, or where it rests, float32.
+    """Hold the input or output of a collective: a pooled buffer, or a resident float32 tensor.
 
     Args:
-        kind: what whoever is lent the buffer next may rely on; see :class:`~npuzero.memory.BufferPool`.
+        kind: property of the buffer's contents on which its next user may rely; see
+            :class:`~npuzero.memory.BufferPool`.
     """
 
     def __init__(self, gradient: FlatGradient, values: Tensor, is_lent: bool = False, kind: Hashable = None) -> None:
@@ -319,18 +320,18 @@ class _CommBuffer:
 
     @staticmethod
     def of(gradient: FlatGradient, wire: Tensor | None, resting: Tensor) -> _CommBuffer:
-        """Return ``wire``, which has the communication dtype and is lent, or without one what is ``resting``."""
+        """Return ``wire``, a pooled buffer of the communication dtype; if it is None, ``resting``."""
         return (
             _CommBuffer(gradient, resting) if wire is None else _CommBuffer(gradient, wire, True, gradient.layout.gaps)
         )
 
     @staticmethod
     def lent(gradient: FlatGradient, numel: int, dtype: torch.dtype = torch.float32) -> _CommBuffer:
-        """Return a buffer that is lent."""
+        """Return a pooled buffer."""
         return _CommBuffer(gradient, gradient.pool.acquire(numel, dtype)[0], True)
 
     def rounded(self) -> _CommBuffer:
-        """Return the values in the communication dtype: themselves, where they have it."""
+        """Return the values in the communication dtype, without a copy if they already have it."""
         if self.values.dtype == self._gradient.wire:
             return self
         rounded = _CommBuffer.lent(self._gradient, self.values.numel(), self._gradient.wire)
@@ -339,13 +340,13 @@ class _CommBuffer:
         return rounded
 
     def give_back(self) -> None:
-        """Let others have the buffer, where it is lent."""
+        """Release the buffer to its pool, if it is pooled."""
         if self._is_lent:
             self._gradient.pool.release(self.values, self._kind)
 
 
 def _nested_shards(own: Tensor, hops: Sequence[LevelTransfer]) -> list[Tensor]:
-    """Return all of ``own``, this rank's part of it by the first level, of that by the second, and so on."""
+    """Return ``own``, this rank's part of it at the first level, the part of that at the second, and so on."""
     parts = [own]
     for hop in hops:
         parts.append(parts[-1].chunk(hop.group.size)[hop.group.index])
@@ -353,10 +354,10 @@ def _nested_shards(own: Tensor, hops: Sequence[LevelTransfer]) -> list[Tensor]:
 
 
 def _wait_when_resumed(handle: AsyncHandle) -> Iterator[None]:
-    """Pause while the collective is under way; finish it when resumed."""
+    """Pause while the collective runs; wait for it when resumed."""
     yield
     try:
         handle.wait()
     except BaseException:
-        wait_quietly([handle])  # whoever raised gives up the buffers that the collective reads and writes
+        wait_quietly([handle])  # the collective must not use the buffers after the error frees them
         raise

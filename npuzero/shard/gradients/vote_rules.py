@@ -1,10 +1,9 @@
-"""The accord: ranks must follow the same rules of update and clipping, and train the same parameters.
+"""Vote on optimizer rules: all ranks must update and clip by the same rules, and train the same parameters.
 
-Each rank updates its own shard, so no other rank notices by which rule. The vote that begins a step carries a digest of
-what the rank says, a number for each bit: where all ranks say the same, a bit's sum is 0 or the number of ranks. Where
-one differs, which is rare, the ranks exchange the words themselves, and each raises the same error. What ranks that
-share a batch were given (:mod:`npuzero.shard.gradients.input_digests`) adds to the same bits, and nothing to their sums
-where it agrees.
+Each rank updates its own shard, so no other rank notices a different rule. The vote at the start of a step carries a
+digest of each rank's rules, one number per bit: if all ranks agree, each bit's sum is 0 or the number of ranks. If any
+rank differs, which is rare, the ranks exchange the rules in full, and each raises the same error. Digests of shared
+inputs (:mod:`npuzero.shard.gradients.input_digests`) are added to the same bits; equal inputs add 0 to the sums.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from npuzero.plan import DIGEST_BITS
 from npuzero.shard.gradients.input_digests import SharedInputs
 from npuzero.shard.state.flat_parameter import FlatParameter
 
-#: By name what is said: numbers, texts, None, and lists of these.
+#: Options by name: numbers, texts, None, and lists of these.
 Words = dict[str, Any]
 
 _MASK = (1 << DIGEST_BITS) - 1
-#: The word of a call that names the parameters it is given.
+#: Key of a call's entry that names its parameters.
 _PARAMETERS = "parameters"
 
 
 class GroupRule(NamedTuple):
-    """Hold the rule that one group of an optimizer's parameters is updated by.
+    """Hold the update rule of one parameter group of an optimizer.
 
     Attributes:
-        optimizer: its class.
-        number: of the group.
-        rule: the options.
-        members: by parameter name its place in the optimizer, where that matters, else 0.
+        optimizer: name of the optimizer's class.
+        number: index of the group.
+        rule: the group's options.
+        members: by parameter name, its place in the optimizer if the place matters, else 0.
     """
 
     optimizer: str
@@ -50,24 +49,24 @@ class GroupRule(NamedTuple):
 class OptimizerRules(Protocol):
     """Describe the rules by which one optimizer updates parameters of one model."""
 
-    #: Ids of these parameters.
+    #: Ids of the parameters.
     members: frozenset[int]
 
     def digest(self) -> int:
-        """Return a number that is the same on ranks with the same rules; asked each step."""
+        """Return a number that is equal on ranks with equal rules; called each step."""
 
     def groups(self) -> list[GroupRule]:
         """Return the rules in full."""
 
 
 class OptimizerRuleVote:
-    """Collect what this rank says, and compare it with what the other ranks say.
+    """Collect this rank's rules and collective calls, and compare them over all ranks.
 
     Args:
-        flats: the trainable flats of the model.
+        flats: the trainable flat parameters of the model.
         world: the ranks that train it.
-        stages: those at this rank's place in all stages of a pipeline; they train other modules, and call the same.
-        inputs: what ranks that share a batch were given.
+        stages: the ranks at this rank's place in all pipeline stages; they train other modules but make the same calls.
+        inputs: digests of the inputs of ranks that share a batch.
     """
 
     def __init__(self, flats: Sequence[FlatParameter], world: World, stages: World, inputs: SharedInputs) -> None:
@@ -76,19 +75,19 @@ class OptimizerRuleVote:
         self._stages = stages
         self.inputs = inputs
         self._rules: list[OptimizerRules] = []
-        self._stepped: set[int] = set()  # ids of those rules whose optimizer has taken a step
+        self._stepped: set[int] = set()  # ids of the rules of optimizers that have stepped
         self._calls: dict[str, Words] = {}
-        self._said: dict[str, Words] = {}  # the calls that the present vote is about
+        self._said: dict[str, Words] = {}  # the calls in the present vote
         self._frozen: list[str] = []
         self._bits: tuple[int, list[int]] = (0, _digest_bits(0))
 
     def propose(self, rules: OptimizerRules) -> None:
-        """Note a new optimizer. Until it steps, its rules do not replace those of an optimizer that has stepped."""
+        """Note a new optimizer; until it steps, it does not replace the rules of an optimizer that has stepped."""
         if not any(id(other) in self._stepped for other in self._rules if other.members & rules.members):
             self._take(rules)
 
     def follow(self, rules: OptimizerRules) -> None:
-        """Note an optimizer's step: from now on its rules are those of its parameters, whatever other they had."""
+        """Note an optimizer's step: from now on its rules replace all earlier rules of its parameters."""
         if id(rules) not in self._stepped:
             self._take(rules)
             self._stepped.add(id(rules))
@@ -99,10 +98,10 @@ class OptimizerRuleVote:
         self._stepped &= {id(kept) for kept in self._rules}
 
     def call(self, name: str, words: Words, parameters: str = "") -> None:
-        """Note a call that all ranks must make with the same arguments; the next vote says so.
+        """Note a call that all ranks must make with the same arguments, for the next vote.
 
         Args:
-            parameters: which ones it is given, where that is a part of the model; stages have others.
+            parameters: names of its parameters, if they are part of the model; not compared between stages.
         """
         if self._world.size > 1 or self._stages.size > 1:
             made = sum(key.partition(",")[0] == name for key in self._calls)
@@ -110,17 +109,17 @@ class OptimizerRuleVote:
             self._calls[key] = {**words, _PARAMETERS: parameters} if parameters else words
 
     def begin_vote(self) -> None:
-        """Take the calls noted so far for those that the votes to come are about."""
+        """Take the calls noted so far as the subject of the next votes."""
         self._said, self._calls = self._calls, {}
         self.inputs.begin_vote()
 
     def ballot(self, present: Mapping[FlatParameter, list[bool]]) -> list[int]:
-        """Return the bits that this rank puts into the vote.
+        """Return this rank's bits in the vote.
 
         Args:
-            present: per slot, whether this rank has a gradient; only those without are asked whether they train.
+            present: per slot, whether this rank has a gradient.
         """
-        # A parameter that has a gradient trains: only the others need be asked, so a usual step asks none.
+        # A parameter with a gradient trains, so requires_grad is read only without one: usually for no parameter.
         absent = ((flat, i) for flat, here in present.items() if not all(here) for i in flat.slots if not here[i])
         self._frozen = _frozen_names(absent)
         digest = sum(rules.digest() for rules in self._rules)
@@ -132,14 +131,14 @@ class OptimizerRuleVote:
         return [*map(add, bits, self.inputs.ballot())] if self.inputs.many else bits
 
     def look(self, sums: Iterable[float]) -> None:
-        """Take the bits' sums over all ranks; where they differ, compare with all ranks. Collective then.
+        """Check the bits' sums over all ranks; if the ranks differ, exchange and compare the rules. Collective then.
 
         Raises:
-            ConfigError: on every rank: they say different things.
+            ConfigError: on every rank: rules, calls, inputs or trained parameters differ.
         """
         if {*sums} <= {0.0, float(self._world.size)}:
             return
-        # All that is frozen, with a gradient or without: one of before it was frozen may be there on some ranks only.
+        # All frozen parameters, with or without a gradient: an older gradient may be present on some ranks only.
         everything = ((flat, i) for flat in self._flats for i in flat.slots)
         groups = [group for rules in self._rules for group in rules.groups()]
         said = self._world.exchange(
@@ -151,14 +150,14 @@ class OptimizerRuleVote:
         _compare_rules([[GroupRule(*group) for group in rank[2]] for rank in said], self._world.ranks)
 
     def ballot_of_calls(self) -> list[int]:
-        """Return the bits that this rank puts into the vote of all stages."""
+        """Return this rank's bits in the vote of all stages."""
         return _digest_bits(_crc32_of_text(str(sorted(_drop_parameter_names(self._said).items()))) if self._said else 0)
 
     def look_at_calls(self, sums: Iterable[float]) -> None:
-        """Take these bits' sums over all stages; where they differ, compare the calls. Collective then.
+        """Check these bits' sums over all stages; if they differ, exchange and compare the calls. Collective then.
 
         Raises:
-            ConfigError: on every rank: stages make different calls.
+            ConfigError: on every rank: stages made different calls.
         """
         if not {*sums} <= {0.0, float(self._stages.size)}:
             said = self._stages.exchange([_drop_parameter_names(self._said), find_call_site()])
@@ -166,7 +165,7 @@ class OptimizerRuleVote:
 
 
 def _drop_parameter_names(said: dict[str, Words]) -> dict[str, Words]:
-    """Return calls without the parameters that they are given, of which no stage has those of another."""
+    """Return calls without their parameter names, which differ between stages."""
     return {call: {word: value for word, value in words.items() if word != _PARAMETERS} for call, words in said.items()}
 
 
@@ -196,7 +195,7 @@ def _compare_calls(said: list[dict[str, Words]], places: list[CallSite], ranks: 
 
 
 def _missing_call_error(name: str, called: list[bool], places: list[CallSite], ranks: Sequence[int]) -> ConfigError:
-    """Return the error of ranks of which some have not ``called`` the function ``name``."""
+    """Return the error for a function ``name`` that some ranks have not ``called``."""
     words: dict[str, list[int]] = {}
     for rank, it, place in zip(ranks, called, places, strict=True):
         at = f"{place.call or 'something else'}{place.line and f' at {place.line}'}"
@@ -228,13 +227,13 @@ def _compare_rules(said: list[list[GroupRule]], ranks: Sequence[int]) -> None:
         first = groups[0]
         facts = {"group": first.number, "parameter": name}
         # The class first: options of different optimizers cannot be compared. Then the options, before the groups'
-        # numbers, which matter only where options differ. Places last: nothing but random bits depends on them.
+        # numbers, which matter only if options differ. Places last: only random bits depend on them.
         kinds = [rules[name].optimizer if name in rules else "no optimizer" for rules in by_name]
         if _any_differs(kinds):
             raise _rule_mismatch_error(
                 f"parameter {name}", "one class of optimizer on every rank", kinds, ranks, key="class", **facts
             )
-        options = dict.fromkeys(key for group in groups for key in group.rule)  # some only groups that say them have
+        options = dict.fromkeys(key for group in groups for key in group.rule)  # groups may lack options
         key = next((key for key in options if _any_differs([group.rule.get(key) for group in groups])), None)
         if key is not None and any(group.number != first.number for group in groups):
             words = [f"group {group.number}, of {key} {group.rule.get(key)}" for group in groups]
@@ -253,14 +252,14 @@ def _compare_rules(said: list[list[GroupRule]], ranks: Sequence[int]) -> None:
 
 
 def _any_differs(values: Sequence[Any]) -> bool:
-    """Return whether any value is not like the first; NaN is like NaN."""
+    """Return whether any value differs from the first; NaN equals NaN."""
     return any(value != values[0] and str(value) != str(values[0]) for value in values)
 
 
 def _rule_mismatch_error(
     subject: str, expected: str, values: list[Any], ranks: Sequence[int], **facts: Any
 ) -> ConfigError:
-    """Return the error for ``values``, what each of ``ranks`` says; what most of them say is taken as meant."""
+    """Return the error for ``values``, one per rank of ``ranks``; the most frequent value is taken as intended."""
     those: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         those.setdefault(str(value), []).append(rank)

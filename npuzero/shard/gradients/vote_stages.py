@@ -1,7 +1,7 @@
-"""What the stages of a pipeline tell each other between backward and the step: none knows the modules of the others.
+"""Agreement between pipeline stages, between backward and the step. No stage knows another stage's modules.
 
-The ranks of a stage have agreed before, so that each can speak for its stage: what is here runs over the ranks at one
-place in all stages. Without a pipeline there is nobody to ask, and nothing is sent.
+The ranks of a stage have already agreed, so each rank represents its stage: collectives here run over the ranks at the
+same place in all stages. Without a pipeline nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from npuzero.shard.state.flat_parameter import FlatParameter
 
 
 class StageVote:
-    """Have the stages of a pipeline agree. Every call is collective over them.
+    """Exchange flags and names between the stages of a pipeline. Every call is collective over the stages.
 
     Args:
-        flats: the trainable flats of this stage.
-        world: the ranks at this rank's place in all stages, in their order.
+        flats: the trainable flat parameters of this stage.
+        world: the ranks at this rank's place in all stages, in stage order.
 
     Attributes:
         world: as given.
-        many: whether there are other stages.
+        many: whether there is more than one stage.
     """
 
     def __init__(self, flats: Sequence[FlatParameter], mesh: CountingMesh, world: World) -> None:
@@ -36,21 +36,21 @@ class StageVote:
         self._tied = [flat for flat in flats if flat.rests.tied]
 
     def any(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether a stage has it set."""
+        """Return for each flag whether any stage has set it."""
         return [number > 0 for number in self._sum((PIPE,), flags)] if self.many else [*flags]
 
     def tie(self, used: Mapping[FlatParameter, list[bool]]) -> dict[FlatParameter, list[bool]]:
-        """Return per slot whether it is used: of what the first and the last stage have in common, by either."""
+        """Return per slot whether it is used; a slot tied between the first and the last stage, by either of them."""
         tied = {flat: used[flat] for flat in self._tied}
         flags = [flag for flat in self._tied for flag in tied[flat]]
         either = iter(self._sum((ENDS,), flags) if flags else ())
         return {**used, **{flat: [next(either) > 0 for _ in here] for flat, here in tied.items()}}
 
     def agree(self, some: bool, accord: OptimizerRuleVote) -> bool:
-        """Return whether any stage has ``some`` gradients, once all are known to have made the same calls.
+        """Return whether any stage has ``some`` gradients, after checking that all made the same calls.
 
         Raises:
-            ConfigError: on every rank: they have not.
+            ConfigError: on every rank: the stages made different calls.
         """
         if not self.many:
             return some
@@ -59,7 +59,7 @@ class StageVote:
         return anywhere > 0
 
     def names(self, here: list[str]) -> list[str]:
-        """Return the names that any stage gives, each once, in the order of the stages."""
+        """Return the union of the stages' names, in stage order."""
         if not self.many:
             return here
         return list(dict.fromkeys(name for stage in self.world.exchange(here) for name in stage))

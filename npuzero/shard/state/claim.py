@@ -1,4 +1,4 @@
-"""Marks on parameters and gradients that lead to their engine, without keeping the model alive."""
+"""Weak references from parameters and gradients to their engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineReference(weakref.ref["Engine"]):
-    """Refer to a parameter's engine; keep the model from being pickled in part."""
+    """Refer weakly to a parameter's engine; refuse to be pickled with one rank's part of the model."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         engine = self()
@@ -25,7 +25,7 @@ class EngineReference(weakref.ref["Engine"]):
 
 
 def claim_unit(reference: EngineReference, unit: Unit) -> None:
-    """Let the parameters of ``unit``, and the markers of their gradients, know their engine."""
+    """Set the engine reference on the parameters of ``unit`` and on the markers of their gradients."""
     for flat in unit.flats:
         for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
             parameter._npuzero_engine = reference  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def claim_unit(reference: EngineReference, unit: Unit) -> None:
 
 
 def deleted_model_error(subject: str) -> StateError:
-    """Return the error for parameters of a model that is gone."""
+    """Return the error for parameters of a deleted model."""
     return StateError(
         subject,
         expected="parameters of a living model",
@@ -46,7 +46,7 @@ def deleted_model_error(subject: str) -> StateError:
 
 
 def refused_copy_error(verb: str) -> StateError:
-    """Return the error for copying or pickling a model, or its optimizer, of which each rank holds a part."""
+    """Return the error for copying or pickling a sharded model or its optimizer."""
     return StateError(
         "a model made by npuzero.zero()",
         expected=f"not to be {verb}: each rank holds a part of it",

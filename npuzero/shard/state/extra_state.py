@@ -1,4 +1,4 @@
-"""Extra state: what modules add to their state dict by ``get_extra_state``, made as it is asked for, tensor or not."""
+"""Extra state: the objects that modules add to their state dict by ``get_extra_state``, tensors or not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether this is the name of a module's extra state, by torch's convention."""
+    """Return whether ``name`` is that of a module's extra state, by torch's convention."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def load_extra_state(model: nn.Module, name: str, value: Any) -> None:
-    """Give ``value`` to the module whose extra state has this name."""
+    """Pass ``value`` to ``set_extra_state`` of the module that owns ``name``."""
     model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -1,16 +1,16 @@
-"""The gradient of one flat: where it accumulates on this rank, how much of it is there, and its state.
+"""The gradient of one flat parameter: its buffers on this rank, which slots have arrived, and its state.
 
-Names, for a flat of n elements whose gradients and states are sharded into G and S shards::
+Names, for a flat parameter of n elements with gradients in G shards and optimizer states in S shards::
 
     buffer    [n/G]  float32; accumulates over micro-batches; no bytes after zero_grad()
-    home      [n/G]  float32, on the host, where the plan lets gradients rest there: between passes, and at the update,
-                     what the buffer had; the buffer has no bytes then
-    unsynced  [n]    float32; what accumulates under no_sync where G > 1
-    carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
-    wire      [n]    communication dtype; the communication buffer: what a reduction sends
-    own       [n/S]  this rank's states shard of the buffer, or of the home: the gradient that the update reads
-    residual  [n] or a shard of it, float32; what rounding has lost of a thin wire, added the next time (one per thin
-                     collective, and only where the precision says so); it stays from step to step
+    home      [n/G]  float32, on the host; only if the plan offloads gradients: holds the buffer's contents between
+                     passes and during the update, while the buffer has no bytes
+    unsynced  [n]    float32; accumulates under no_sync if G > 1
+    carry     [n/S]  float32; an already reduced gradient, to which further micro-batches are added (rare)
+    wire      [n]    communication dtype; the communication buffer that a reduction sends
+    own       [n/S]  this rank's states shard of the buffer or of the home: the gradient that the update reads
+    residual  [n] or a shard, float32; the rounding error of a thin wire, added to the next reduction (one per thin
+                     collective, and only if the precision enables feedback); persists across steps
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from npuzero.shard.state.micro_batch_gradient import BackwardRole, GradientRoute
 
 
 class GradientContent(enum.Enum):
-    """Name where this rank's gradients of one slot are, since the last reset."""
+    """Name the buffer that holds this rank's gradient of one slot, since the last reset."""
 
-    NOWHERE = "nowhere"  # none has come
-    ALONE = "alone"  # in the unsharded gradients that this rank adds up alone: the buffer where G = 1, else unsynced
-    SUMMED = "summed"  # in what the ranks have summed: the sharded buffer, or the carry
+    NOWHERE = "nowhere"  # no gradient has arrived
+    ALONE = "alone"  # in this rank's unsharded, unreduced gradients: the buffer if G = 1, else unsynced
+    SUMMED = "summed"  # in the reduced gradients: the sharded buffer, or the carry
 
 
 class FlatGradient:
-    """Hold the gradient of one flat.
+    """Hold the gradient of one flat parameter.
 
     Attributes:
-        rests, layout: of the flat.
-        wire, sums: communication dtypes of gradients, and of finished sums of them.
-        scale: what gradients are multiplied by as they are packed: 1 / the ranks that they are averaged over, so that
-            every reduction is a plain sum.
+        rests, layout: shard specs and layout of the flat parameter.
+        wire, sums: communication dtypes of gradients, and of their finished sums.
+        scale: factor applied as gradients are packed: 1 / the number of ranks averaged over, so that every reduction is
+            a plain sum.
         meets_at_boundary: whether R3 has any collective.
-        meets_in_pass: whether that may run beside the step's last pass. Not where both ends of a pipeline take part:
-            one has its last pass done before the other, which needs what it sends behind that.
-        kept: the buffer, the home, and which of them has what there is.
+        meets_in_pass: whether R3 may overlap the step's last backward pass. False if both ends of a pipeline take part:
+            one end finishes its last pass first, and the opposite end needs the data sent after that.
+        kept: the buffer and the home, one of which holds the present gradient.
         memory: the memory of the buffer.
-        contribution: what the present backward pass has brought.
-        content: per slot.
-        zeroed: slots whose gradient the program has set to zeros, while the buffers still have the values of before.
-        residuals: by collective.
-        pool: lends what the first collective sends, and all that is summed on the way.
-        pools: lend codes for a thin wire, by collective.
-        summing: whether the sharded buffer has anything of this step; if not, the next reduction overwrites it.
-        markers: per slot, what ``p.grad`` is while the gradient lives here.
+        contribution: gradients of the present backward pass.
+        content: per slot, the buffer that holds the gradient.
+        zeroed: slots that the program has set to zero, while the buffers still hold the earlier values.
+        residuals: rounding errors, by collective.
+        pool: provides the send buffer of the first collective and the buffers of intermediate sums.
+        pools: provide code buffers of a thin wire, by collective.
+        summing: whether the sharded buffer holds gradients of this step; if not, the next reduction overwrites it.
+        markers: per slot, the object that ``p.grad`` is while the engine holds the gradient.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FlatGradient:
         self.content = [GradientContent.NOWHERE] * len(layout.slots)
         self.zeroed: set[int] = set()
         self.summing = False
-        self.pool: BufferPool  # the reducer's, as the others
+        self.pool: BufferPool  # set by GradientReducer, as are pools
         self.pools: dict[LevelTransfer, BufferPool] = {}
         self.markers: list[guard.GradientMarker] = []
         self._parameters: Sequence[nn.Parameter] = ()
@@ -104,19 +104,19 @@ class FlatGradient:
         return self.kept.own
 
     def mark(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make the markers of ``parameters``, one per slot."""
+        """Create the markers of ``parameters``, one per slot."""
         self._parameters = parameters
         of = weakref.ref(self)
         self.markers = [guard.GradientMarker(p, partial(_mark_zeroed, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
-        """Change the state, as the life-cycle allows; where nothing was, and gradients rest here, there is memory."""
+        """Change the state, as the life cycle allows; allocate the buffer if gradients are not offloaded."""
         self.state = check_transition(f"gradients of {self.name}", self.state, to)
         if not self.kept.homes:
             self.kept.take()
 
     def forget(self) -> None:
-        """Drop the gradients of all slots: those that are there still are zeros."""
+        """Drop the gradients of all slots; any that remain visible read as zeros."""
         self.content = [GradientContent.NOWHERE] * len(self.content)
         self.zeroed.clear()
         self.summing = False
@@ -129,18 +129,18 @@ class FlatGradient:
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def route(self, kind: BackwardRole) -> GradientRoute:
-        """Return the way of a pass's complete contribution, by the table of moves."""
+        """Return the route of a pass's complete gradients."""
         if kind is BackwardRole.ALONE:
             return GradientRoute.KEEP
-        if self.cut:  # R2 sends it, and what no_sync has kept goes along
+        if self.cut:  # R2 sends it, together with gradients accumulated under no_sync
             return GradientRoute.SEND if self.unsynced is None else GradientRoute.BOTH
-        # R2 is the identity. The first gradients of a step that are known to be the last are sent as they come, where
-        # accumulating them in float32 would only be undone by the communication dtype.
+        # R2 is the identity. If a step's first gradients are also its last, send them directly: accumulating in float32
+        # would be undone by the cast to the communication dtype.
         alone = kind is BackwardRole.LAST and self.meets_in_pass and self.wire != torch.float32
         return GradientRoute.SEND if alone and GradientContent.ALONE not in self.content else GradientRoute.KEEP
 
     def take(self, kind: BackwardRole) -> Tensor | None:
-        """Take in the contribution, which is complete; return the communication buffer to send, if there is one."""
+        """Accept the pass's complete gradients; return the communication buffer to send, if any."""
         route = self.route(kind)
         self.contribution.check()
         if route is not GradientRoute.SEND:
@@ -156,7 +156,7 @@ class FlatGradient:
         return wire
 
     def _accumulate(self) -> None:
-        """Add to the unsharded float32 gradients: the plan keeps them so, or ``no_sync`` does for now."""
+        """Add to the unsharded float32 gradients: the buffer, or ``unsynced`` under ``no_sync``."""
         if self.cut and self.unsynced is None:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
         if self.unsynced is None:
@@ -166,7 +166,7 @@ class FlatGradient:
         if GradientContent.ALONE not in self.content:
             self.contribution.pack(arrived, whole, self.scale, accumulate=False)
             return
-        # Slots that have a gradient are added to, the others overwritten: what they hold has not been zeroed.
+        # Accumulate into slots that have a gradient and overwrite the rest, which hold stale values.
         for again in (False, True):
             chosen = {
                 i: gradient for i, gradient in arrived.items() if (self.content[i] is GradientContent.ALONE) is again
@@ -174,7 +174,7 @@ class FlatGradient:
             self.contribution.pack(chosen, whole, self.scale, accumulate=again)
 
     def fill_wire(self) -> Tensor:
-        """Return a communication buffer with this rank's contribution; absent slots and gaps are zero."""
+        """Return a communication buffer with this rank's gradients; absent slots and gaps are zero."""
         wire, gaps_are_zero = self.pool.acquire(self.layout.numel, self.wire, self.layout.gaps)
         if self.unsynced is not None:
             self.zero_absent(self.unsynced)
@@ -194,7 +194,7 @@ class FlatGradient:
         return wire
 
     def zero_absent(self, whole: Tensor) -> None:
-        """Zero those slots of unsharded gradients ([n], this rank's alone) of which nothing is there."""
+        """Zero the slots of ``whole`` (unsharded gradients of this rank alone, [n]) that have no gradient."""
         if self.content.count(GradientContent.ALONE) == len(self.content):
             return
         for slot, content in zip(self.layout.slots, self.content, strict=True):
@@ -202,12 +202,12 @@ class FlatGradient:
                 whole[slot.begin : slot.end].zero_()
 
     def reopen(self) -> None:
-        """Prepare for more gradients: what is READY is no longer all there is.
+        """Prepare a READY gradient for further micro-batches.
 
-        Where a reduction at the boundary made it, it is set aside, to be added once these are reduced.
+        If R3 has reduced it, copy it to the carry, which is added once the new gradients are reduced.
 
         Raises:
-            StateError: the update has begun with it.
+            StateError: an update already uses it.
         """
         _check_not_lent(self, "another gradient of it, which the update lacks")
         if self.state is not GradientState.READY:
@@ -220,7 +220,7 @@ class FlatGradient:
         self.move(GradientState.ACCUMULATED)
 
     def add_carry(self) -> None:
-        """Add what was set aside, if anything was, to the sum that is finished."""
+        """Add the carry, if any, to the finished sum."""
         if self.carry is not None:
             self.own.add_(self.carry)
             self._drop_carry()
@@ -244,13 +244,13 @@ class FlatGradient:
     # -- what the program sees -------------------------------------------------------------------------------------
 
     def present(self) -> list[bool]:
-        """Return per slot whether there is a gradient for this rank's user. (Under DisableTorchFunctionSubclass.)
+        """Return per slot whether ``p.grad`` is set on this rank. Call it under DisableTorchFunctionSubclass.
 
         Raises:
-            StateError: somebody else put a gradient there.
+            StateError: ``p.grad`` is a tensor that the engine did not set.
         """
         found = [parameter.grad for parameter in self._parameters]
-        # Nearly always all or none, and asked several times a step.
+        # Nearly always all or none, and called several times a step.
         if all(map(is_, found, self.markers)):
             return [True] * len(found)
         if all(map(is_, found, repeat(None))):
@@ -266,14 +266,12 @@ class FlatGradient:
         return [gradient is not None for gradient in found]
 
     def adopt(self, i: int) -> None:
-        """Give slot ``i`` another rank's gradient: as under DDP, if one rank has one all have."""
+        """Mark slot ``i`` as present because another rank has its gradient: as under DDP, then all ranks have it."""
         self.content[i] = GradientContent.SUMMED
         self._parameters[i].grad = self.markers[i]
 
     def dropped(self, present: Sequence[bool]) -> list[int]:
-        """Return the slots of which something is here that the program has dropped (``p.grad = None``) or set to zeros
-        since.
-        """
+        """Return the slots that the buffers hold but the program has dropped (``p.grad = None``) or set to zero."""
         if not self.zeroed and (
             False not in present or self.content.count(GradientContent.NOWHERE) == len(self.content)
         ):
@@ -282,7 +280,7 @@ class FlatGradient:
         return sorted({*self.zeroed, *left_out})
 
     def clear(self, i: int) -> None:
-        """Zero whatever the buffers hold of slot ``i``."""
+        """Zero slot ``i`` in the buffers."""
         _check_not_lent(self, f"that of {self.layout.slots[i].name} dropped")
         self.content[i] = GradientContent.NOWHERE
         self.zeroed.discard(i)
@@ -294,7 +292,7 @@ class FlatGradient:
 
 
 def has_gradient_values(gradient: FlatGradient, present: Sequence[bool]) -> bool:
-    """Tell whether any slot that is ``present`` has a gradient that is not known to be zeros."""
+    """Return whether any ``present`` slot has a gradient that is not known to be zero."""
     return any(
         here and content is not GradientContent.NOWHERE and i not in gradient.zeroed
         for i, (here, content) in enumerate(zip(present, gradient.content, strict=True))
@@ -302,13 +300,13 @@ def has_gradient_values(gradient: FlatGradient, present: Sequence[bool]) -> bool
 
 
 def drop_rounding_errors(gradient: FlatGradient) -> None:
-    """Drop what rounding has lost so far: others are loaded than the parameters that it was at."""
+    """Zero the residuals: newly loaded parameters make them obsolete."""
     for residual in gradient.residuals.values():
         residual.zero_()
 
 
 def _check_not_lent(gradient: FlatGradient, got: str) -> None:
-    """Raise where a gradient would change that an update has begun with."""
+    """Raise a StateError if an early update already uses the gradient, which is about to change."""
     if gradient.kept.lent:
         raise StateError(
             f"gradients of {gradient.name}",

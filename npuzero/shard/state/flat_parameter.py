@@ -1,24 +1,23 @@
-"""A flat: the buffers of parameters that travel together, and where each part of them rests on this rank.
+"""A flat parameter: one 1-D buffer for several parameters, with the shards and master weights of this rank.
 
-Names used in this package, for a flat of n elements and a plan that shards parameters, parameters after forward,
-gradients and states into P, A, G and S shards::
+Names used in this package, for a flat parameter of n elements and a plan that shards parameters, parameters after
+forward, gradients and optimizer states into P, A, G and S shards::
 
-    whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if apart)
-    resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole unless apart)
-    held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P), or [n/B]
+    whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while resharded (if apart)
+    resting     [n/P]  parameter dtype; this rank's shard between steps (the same tensor as whole unless apart)
+    held        [n/A]  parameter dtype; this rank's shard between forward and backward (only if 1 < A < P), or [n/B]
                        between micro-batches; never both
-    master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
-    remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
-    exact       [n/S]  what makes masters more than own parameters, of either kind; may be spread over the memories
+    master      [n/S]  the values that the optimizer updates: float32 for low-precision parameters, else own parameters
+    remainder   [n/S]  int16; the lower halves of split master weights; the upper halves are own parameters
+    exact       [n/S]  master or remainder, as a TieredTensor
     gradient    see :mod:`npuzero.shard.state.flat_gradient`
     own         [n/S]  this rank's states shard, a sub-range of all of the above
-    apart       whole and resting are not the same: P > 1, or parameters rest off the device
-    ahead       [n/S]  parameter dtype, on the host; own parameters as the last update makes them, where the plan delays
-                       that they reach the device: what makes them masters is of these (see
-                           :mod:`npuzero.shard.offload.delayed_update`)
-    near        the first elements of the shard, whose states rest on the device: all of them unless the plan has some
-                far, in the memory of the host or on a disk; what is far of master and remainder is no one tensor, and
-                nor are parameters that rest on a disk: whoever is not the update has all of them by ranges
+    apart       True if whole and resting are separate tensors: P > 1, or parameters are offloaded
+    ahead       [n/S]  parameter dtype, on the host; own parameters after the last update, if the plan delays their copy
+                       to the device; the remainder belongs to these (see :mod:`npuzero.shard.offload.delayed_update`)
+    near        the leading elements of the states shard, with optimizer states on the device: all, unless the plan
+                offloads some to the host or to NVMe. The offloaded part of master and remainder is not one tensor, and
+                parameters on NVMe are not either: all code but the update accesses them by ranges
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ from npuzero.shard.state.initial_values import set_tensor_data
 from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 from npuzero.shard.state.tiered_tensor import TieredTensor
 
-#: By how masters are kept, the name and dtype of what is kept beside own parameters.
+#: Per kind of master weights: name and dtype of the tensor kept in addition to own parameters.
 EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
-#: The names of own parameters among the states that an update is given: those that rest on a disk, and what is ahead.
+#: Names of own parameters among the states passed to an update: parameters on NVMe, and ``ahead``.
 PARAMETERS, AHEAD = "parameters", "ahead"
 
 
 class FlatParameter:
-    """Hold one flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen.
+    """Hold one flat parameter of a unit: parameters of one dtype that are all trainable, or all frozen.
 
     Attributes:
-        plan, rests: the row of the table it follows, and what that comes to here.
-        portions: per slot, what it is of a tensor that is cut; None: all of it.
-        masters: how masters are kept: ``"own"`` where they are the float32 parameters, else as the precision says.
+        plan, rests: the plan it follows, and the shard specs derived from it on this rank.
+        portions: per slot, its portion of a tensor that is cut over ranks; None: it is the full tensor.
+        masters: kind of master weights: ``"own"`` if the float32 parameters serve, else ``precision.masters``.
         own_slots: per slot, its part of this rank's states shard, as a slice of that shard.
-        offsets: per slot, where it begins in the flat, in bytes.
+        offsets: per slot, its offset in the flat parameter, in bytes.
     """
 
     def __init__(
@@ -77,19 +76,19 @@ class FlatParameter:
         self.trainable = parameters[0].requires_grad
         self.apart = rests.apart
         self.whole: Tensor
-        self.transient: TransientBuffer  # the memory of whole; only where apart
-        self.resting: Tensor  # not where parameters rest on a disk
-        self.shard: TieredTensor  # [n/P]: what rests of the parameters, wherever that is
-        self.held: dict[ShardSpec, TransientBuffer] = {}  # by where it rests; only where apart
-        self.exact: TieredTensor | None = None  # only where masters are "fp32" or "split"
-        self.master: Tensor  # what is near of it
+        self.transient: TransientBuffer  # the memory of whole; only if apart
+        self.resting: Tensor  # unset if parameters are on NVMe
+        self.shard: TieredTensor  # [n/P]: this rank's shard of the parameters, in any memory
+        self.held: dict[ShardSpec, TransientBuffer] = {}  # by shard spec; only if apart
+        self.exact: TieredTensor | None = None  # only if masters are "fp32" or "split"
+        self.master: Tensor  # its near part
         self.remainder: Tensor | None = None
-        # [n/S]: the range of the resting parameters that this rank updates; as a tensor not where they rest on a disk.
+        # [n/S]: the range of the resting parameters that this rank updates. own_parameters is unset if it is on NVMe.
         self.own: TieredTensor
         self.own_parameters: Tensor
         self.ahead: Tensor | None = None
-        self.gradient: FlatGradient  # only where trainable
-        # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
+        self.gradient: FlatGradient  # only if trainable
+        # Per slot: its version counter when last checked; and the alias that ``p.data`` returned.
         self._counts = [0] * len(parameters)
         self._aliases: dict[int, Tensor] = {}
         self.own_slots = [self._own_slot(i) for i in self.slots]
@@ -97,7 +96,7 @@ class FlatParameter:
 
     @property
     def slots(self) -> range:
-        """Return the numbers of the slots."""
+        """Return the slot indices."""
         return range(len(self.parameters))
 
     @property
@@ -111,7 +110,7 @@ class FlatParameter:
         return slice(begin - start, end - start) if begin < end else slice(0, 0)
 
     def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
-        """Return the elements of a tensor shaped like slot ``i`` that lie in this rank's states shard; 1-D."""
+        """Return the elements of ``whole``, shaped like slot ``i``, that belong to this rank's states shard; 1-D."""
         own = self.own_slots[i]
         if own.start == own.stop:
             return whole.reshape(-1)[:0]
@@ -119,12 +118,12 @@ class FlatParameter:
         return whole.reshape(-1)[own.start + shift : own.stop + shift]
 
     def place_of_own(self, i: int) -> int:
-        """Return which element of slot ``i`` is the first of this rank's states shard, if any is."""
+        """Return the index in slot ``i`` of the first element of this rank's states shard, if it has any."""
         return int(self.own_slots[i].start) + self.rests.states.begin - self.layout.slots[i].begin
 
     @property
     def far(self) -> bool:
-        """Return whether states of this rank's shard rest beyond the device."""
+        """Return whether any optimizer state of this rank's shard is offloaded."""
         return self.trainable and self.rests.states.near < self.rests.states.numel
 
     def materialize(
@@ -134,14 +133,14 @@ class FlatParameter:
         first_values: Callable[[FlatParameter], None],
         far: Callable[[FlatParameter, str], TieredTensor],
     ) -> None:
-        """Allocate the buffers, have ``first_values`` fill them, and let the parameters be views of the flat.
+        """Allocate the buffers, fill them with ``first_values``, and make the parameters views of the flat buffer.
 
         Args:
-            source: provides the memory of the resting parameters, which other ranks read when they gather.
-            far: gives what rests far of a flat's exact masters, and parameters that rest on a disk.
+            source: provides the memory of the resting parameters, which other ranks read in an all-gather.
+            far: returns the offloaded part of ``exact``, and parameters on NVMe.
         """
         rests = self.rests
-        resident = spaces[Memory.DEVICE]  # what lives within a step only is where it is computed with
+        resident = spaces[Memory.DEVICE]  # buffers that live within a step are on the compute device
         if rests.parameters.memory is Memory.NVME:
             self.shard = self.own = far(self, PARAMETERS)
         else:
@@ -170,7 +169,7 @@ class FlatParameter:
                     self.exact = self.exact.extended(far(self, name))
         first_values(self)
         if self.apart:
-            self.transient.restore()  # views can only be made of what has memory
+            self.transient.restore()  # views can only be made while it has memory
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
             set_tensor_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
@@ -178,7 +177,7 @@ class FlatParameter:
             parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
             set_portion(parameter, self.portions[i])
             guard.watch_parameter(parameter)
-        self.written()  # before this it was no concern
+        self.written()  # records the version counters; earlier writes do not count
         if self.apart:
             self.transient.release()
         if self.trainable:
@@ -186,11 +185,11 @@ class FlatParameter:
             self.gradient.mark(self.parameters)
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
-        """Take unsharded values, one per slot. The peak beyond what rests is the unsharded flat in float32.
+        """Load unsharded values, one per slot. Peak extra memory: the unsharded flat parameter in float32.
 
         Args:
             values: tensors of the slots' shapes, any floating dtype and device.
-            share: makes the unsharded flat (float32) the same on all ranks.
+            share: makes the unsharded float32 buffer the same on all ranks.
         """
         exact = allocate_zeros(self.layout.numel, torch.float32, self.whole.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
@@ -199,10 +198,10 @@ class FlatParameter:
         self.put(0, exact)
 
     def put(self, start: int, values: Tensor) -> None:
-        """Take the elements from ``start`` of the flat on into what rests here of them and, unrounded, into masters.
+        """Load the elements that begin at ``start``: this rank's part into its shard and, unrounded, into masters.
 
         Args:
-            values: [k] of any floating dtype and device.
+            values: [k], any floating dtype and device.
         """
         exact = values.to(self.whole.device, torch.float32)
 
@@ -219,7 +218,7 @@ class FlatParameter:
     # -- writes of the program's own -------------------------------------------------------------------------------
 
     def written(self) -> list[int]:
-        """Return the slots that the program has written since this was asked last; they must be readable."""
+        """Return the slots that the program has written since the last call; they must be readable."""
         counts = [parameter._version for parameter in self.parameters]
         for i, alias in self._aliases.items():
             counts[i] += alias._version
@@ -229,16 +228,16 @@ class FlatParameter:
         return [i for i in self.slots if counts[i] != before[i]]
 
     def note_write(self) -> None:
-        """Let torch count a write into every parameter, which is none of the program's."""
+        """Count a write by the engine, not by the program, in every parameter's version counter."""
         torch.autograd.graph.increment_version(self.parameters)
         self._counts = [count + 1 for count in self._counts]
 
     def take_written(self, slots: Sequence[int]) -> None:
-        """Carry what was written into unsharded ``slots`` to where it lasts: the resting shard, masters.
+        """Copy the program's writes into unsharded ``slots`` to this rank's shard and masters.
 
-        A float32 master keeps its value where its rounded copy is unchanged. Of split masters the lower halves, which
-        belonged to the values of before, become zero: where the plan shards parameters those of the elements that
-        changed, else, since nothing tells which did, those of the slots.
+        A float32 master keeps its value if its rounded copy is unchanged. For split masters the lower halves, which
+        belong to the earlier values, are zeroed: for the changed elements if the plan shards parameters, else for
+        entire slots, since the changed elements are not known.
         """
         written = self.whole[slice(*self.rests.parameters.range)]
         own_written = written[self.rests.states.within(self.rests.parameters)]
@@ -261,20 +260,20 @@ class FlatParameter:
 
     @property
     def low(self) -> Tensor | None:
-        """Return what is near of own parameters, where they are rounded copies of masters that lie elsewhere."""
+        """Return the near part of own parameters if they are rounded copies of float32 masters, else None."""
         return self.own_parameters[: self.rests.states.near] if self.masters == "fp32" else None
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Return whether masters are bfloat16 alone."""
+        """Return whether there are no masters: the bfloat16 parameters are updated directly."""
         return self.masters == "none"
 
     def read_master(self, own: slice) -> Tensor:
-        """Return the masters of a range of this rank's states shard, float32 however they are kept; maybe a copy."""
+        """Return the masters of a range of this rank's states shard as float32; may be a copy."""
         return snapshot_masters(self, own, NOW)()
 
     def write_master(self, own: slice, values: Tensor) -> None:
-        """Replace the masters of a range of this rank's states shard, and own parameters with them."""
+        """Replace the masters and own parameters of a range of this rank's states shard."""
         if self.masters == "split" and self.exact is not None:
             upper, remainder = storage.split_halves(values.float())
             self.own.replace(own, upper)
@@ -286,7 +285,7 @@ class FlatParameter:
         _update_ahead(self, own)
 
     def refresh_master(self) -> None:
-        """Update masters from the parameters, which were written."""
+        """Update masters from own parameters, after these were written."""
         _update_ahead(self, self._all)
         if self.exact is None:
             return
@@ -297,7 +296,7 @@ class FlatParameter:
                 master.copy_(low)
 
     def refresh_low(self) -> None:
-        """Update own parameters from the masters, which were written."""
+        """Update own parameters from the masters, after these were written."""
         if self.masters == "fp32" and self.exact is not None:
             for reach in self.exact.over(self._all):
                 self.own.round_in(reach.here, reach.stored[reach.there])
@@ -308,7 +307,7 @@ class FlatParameter:
 
 
 def snapshot_masters(flat: FlatParameter, own: slice, snapshot: StateSnapshot) -> Later:
-    """Return, for later, what :meth:`FlatParameter.read_master` returns now."""
+    """Return a function that later returns the present result of :meth:`FlatParameter.read_master`."""
     if flat.exact is not None and flat.masters == "fp32":
         return flat.exact.later(own, snapshot)
     upper = flat.own.later(own, snapshot, raw=True) if flat.ahead is None else snapshot.copied(flat.ahead[own])
@@ -324,6 +323,6 @@ def snapshot_masters(flat: FlatParameter, own: slice, snapshot: StateSnapshot) -
 
 
 def _update_ahead(flat: FlatParameter, own: slice) -> None:
-    """Let a range of what is ahead be what own parameters are, which were written."""
+    """Copy a range of own parameters, which were written, to ``ahead``."""
     if flat.ahead is not None:
         flat.ahead[own].copy_(flat.own_parameters[own])

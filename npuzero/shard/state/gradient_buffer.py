@@ -1,11 +1,11 @@
-"""Where the gradient of one flat accumulates: a buffer on the device, and its home where gradients rest on the host.
+"""The accumulation buffer of one flat parameter's gradient: on the device, with a home on the host if offloaded.
 
-Who may touch what, where the update runs beside the program (:mod:`npuzero.shard.offload.offloaded_update`): until the
-update of a flat is waited for, the lane reads ``own``, and nobody writes there. Backward passes, clipping and whatever
-else changes gradients wait for the whole update first (``Boundary.finish``, ``Boundary.reopen``); what dropping
-gradients changes the lane does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's
-update. Where updates are delayed there are two homes, and nobody waits: the next step's gradients rest in the one that
-is not read.
+Threads, while an update overlaps the program (:mod:`npuzero.shard.offload.offloaded_update`): until the flat's update
+is awaited, the lane reads ``own`` and no thread writes it. Backward passes, clipping and all other changes of gradients
+first wait for the entire update (``StepBoundary.finish``, ``StepBoundary.reopen``). The lane does not read the fields
+that dropping gradients changes. ``zero_grad()`` does not release the buffer: the code that awaits the flat's update
+does. With delayed updates there are two homes and no waiting: the next step's gradients go to the home that is not
+being read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from npuzero.shard.layout.shard_specs import ShardSpecs
 
 
 class GradientBuffer:
-    """Hold the sums of one flat's gradients; names in :mod:`npuzero.shard.state.flat_gradient`.
+    """Hold the accumulated gradient of one flat parameter; names in :mod:`npuzero.shard.state.flat_gradient`.
 
     Attributes:
-        memory: that of the buffer, which comes and goes.
-        buffer: [n/G] float32, where gradients are added up and sent from.
-        homes: [n/G] float32 each, on the host; the first one is where they rest between passes.
-        arrived: for whoever reads the home on the host.
-        lent: the update has begun inside backward, and reads what there is: nothing may be added or dropped.
+        memory: transient memory of the buffer.
+        buffer: [n/G] float32; gradients are accumulated in it and sent from it.
+        homes: [n/G] float32 each, on the host; the first holds the gradient between passes.
+        arrived: completes when the copy to the home has finished; wait for it before reading on the host.
+        lent: an update has begun inside backward and reads the gradient: nothing may be added or dropped.
     """
 
     def __init__(self, layout: FlatLayout, rests: ShardSpecs, spaces: MemorySpaces) -> None:
         self._space = spaces[Memory.DEVICE]
         self._mover = spaces.mover
-        # Where they are sharded a reduction writes all of the buffer.
+        # If gradients are sharded, a reduction writes the entire buffer, gaps included.
         self._gaps = () if rests.gradients.cut else layout.gaps
         self.memory = self._space.transient(rests.gradients.numel, torch.float32, "gradients")
         self.memory.restore()
@@ -46,32 +46,32 @@ class GradientBuffer:
         self._at_home = False
         self.arrived: AsyncHandle = ReadyHandle()
         self.lent = False
-        self._read = False  # by an update that is delayed
+        self._read = False  # a delayed update reads homes[0]
         self._own = rests.states.within(rests.gradients)
         self._near_numel = rests.states.near
         self._near: TransientBuffer | None = None
 
     @property
     def own(self) -> Tensor:
-        """Return this rank's states shard of what there is, wherever it is."""
+        """Return this rank's states shard of the gradient, in the buffer or in the home."""
         return (self.homes[0] if self._at_home else self.buffer)[self._own]
 
     @property
     def values(self) -> Tensor:
-        """Return all that there is, wherever it is; undefined at first."""
+        """Return the gradient, in the buffer or in the home; undefined before the first accumulation."""
         if self._at_home:
             return self.homes[0]
         self.take()
         return self.buffer
 
     def take(self) -> None:
-        """Let the buffer have memory, whatever is in it."""
+        """Allocate the buffer's memory if it has none; only its gaps are zeroed."""
         if not self.memory.here:
             self.memory.restore()
             self._zero_gaps(self.buffer)
 
     def zero_gaps(self) -> None:
-        """Zero what belongs to no parameter: a thin wire brings NaN there, too, where it has lost the block."""
+        """Zero the gaps between parameters: a thin wire writes NaN to them if it lost the block."""
         self._zero_gaps(self.values)
 
     def _zero_gaps(self, of: Tensor) -> None:
@@ -79,7 +79,7 @@ class GradientBuffer:
             of[begin:end].zero_()
 
     def bring(self) -> None:
-        """Let all there is be in the buffer: more is to be added, or it is to be sent."""
+        """Copy the gradient from the home to the buffer, before more is accumulated or it is sent."""
         self.take()
         if self._at_home:
             self._mover.follow()
@@ -87,7 +87,7 @@ class GradientBuffer:
             self._at_home = False
 
     def rest(self) -> None:
-        """Let what is in the buffer rest at home, where there is one: nothing is added for now."""
+        """Move the gradient to its home, if there is one, and release the buffer's memory."""
         if self.homes and not self._at_home:
             if self._read:
                 self.homes.reverse()
@@ -98,18 +98,18 @@ class GradientBuffer:
             self._at_home = True
 
     def forget(self) -> None:
-        """Drop what there is."""
+        """Drop the gradient."""
         self._at_home = False
 
     # -- at the update ---------------------------------------------------------------------------------------------
 
     def give(self) -> Tensor:
-        """Return the own shard for an update beside the program; where it is delayed what comes rests elsewhere."""
+        """Return the own shard for an overlapped update; if updates are delayed, later gradients use homes[1]."""
         self._read = len(self.homes) > 1
         return self.own
 
     def lend_near(self) -> Tensor:
-        """Return of the own shard what has its states on the device, there."""
+        """Return, on the device, the part of the own shard with optimizer states on the device."""
         if not self._at_home:
             return self.own[: self._near_numel]
         if self._near is None:
@@ -120,6 +120,6 @@ class GradientBuffer:
         return self._near.tensor
 
     def drop_near(self) -> None:
-        """Take back what was lent."""
+        """Release the memory of :meth:`lend_near`."""
         if self._near is not None:
             self._near.release()

@@ -1,8 +1,8 @@
-"""The origin of a model's first values: its own tensors, as rank 0 has them; files; or its modules' initialisation.
+"""Initial values of a model: its own tensors on rank 0, files, or its modules' initialisation.
 
-A model built on ``meta`` has shapes and no data. What files hold of it each rank reads for itself, only the ranges that
-rest with it; the other values are made module by module, a unit at a time, and broadcast from rank 0. So no rank ever
-has more than one unsharded unit beside its shards.
+A model built on ``meta`` has shapes and no data. Each rank reads from files only the ranges of its shards. Values that
+are not in files are initialised module by module, one unit at a time, and broadcast from rank 0. So a rank holds at
+most one unsharded unit in addition to its shards.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from npuzero.memory import allocate_zeros
 from npuzero.plan import STAGE
 from npuzero.shard.layout.find_units import UnitSpec, enclosing_paths
 
-#: Fills the parameters and buffers of a module, as a function for ``nn.Module.apply`` would: it is called with each
-#: module around a tensor that needs values, inner modules first, while all other tensors are on meta. None: the
-#: modules' own ``reset_parameters()``.
+#: Fills the parameters and buffers of a module, like a function for ``nn.Module.apply``. It is called with each module
+#: that contains a tensor without values, inner modules first, while all other tensors are on meta. None: use the
+#: modules' ``reset_parameters()``.
 Initialize = Callable[[nn.Module], object] | None
 
 
 class StoredValues(Protocol):
-    """Hold values of tensors by name, as files do."""
+    """Provide values of tensors by name, as files do."""
 
     def check(self, model: nn.Module) -> str:
-        """Return what all ranks must have alike; raise a CheckpointError where the values do not fit the model."""
+        """Return a text that must be equal on all ranks; raise a CheckpointError if the values do not fit the model."""
 
     def unknown(self) -> list[str]:
-        """Return the names of what is there and not the model's, where that is a mistake."""
+        """Return the stored names that the model lacks, if that is an error."""
 
     def unknown_to(self, names: list[str]) -> CheckpointError:
-        """Return the error that ``names`` are no model's."""
+        """Return the error that no model has ``names``."""
 
     def has(self, name: str) -> bool:
-        """Return whether the values of the parameter or buffer ``name`` are there."""
+        """Return whether values of the parameter or buffer ``name`` are stored."""
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Return the elements ``[begin, end)`` of ``name``: 1-D, on the CPU, in the dtype they are stored in."""
+        """Return the elements ``[begin, end)`` of ``name``: 1-D, on the CPU, in their stored dtype."""
 
 
 class InitialValues:
-    """Provide the first values of one model.
+    """Provide the initial values of one model.
 
     Args:
-        stored: values that replace the model's own; None: there are none.
+        stored: values that replace the model's own; None: no replacement.
         initialize: see :data:`Initialize`.
     """
 
@@ -59,19 +59,19 @@ class InitialValues:
         self._initialize = initialize
 
     def check(self, model: nn.Module, alone: bool = True) -> str:
-        """Check that every tensor on meta will get values; return what all ranks must have alike.
+        """Check that every tensor on meta will get values; return a text that must be equal on all ranks.
 
         Args:
-            alone: whether this is the whole model; else other stages may have what is stored beside its tensors.
+            alone: whether this is the full model; else further stored names may belong to other stages.
 
         Raises:
-            CheckpointError: what is stored does not fit.
-            ConfigError: a tensor has no values from anywhere.
+            CheckpointError: the stored values do not fit.
+            ConfigError: a tensor has no source of values.
         """
         agreed = "" if self._stored is None else self._stored.check(model)
         if alone and self._stored is not None and self._stored.unknown():
             raise self._stored.unknown_to(self._stored.unknown())
-        # A few tensors on meta among others are a mistake, unless weights= or initialize= gives their values.
+        # If only some tensors are on meta, that is a mistake unless weights= or initialize= gives their values.
         intended = (
             self._stored is not None or self._initialize is not None or all(p.is_meta for p in model.parameters())
         )
@@ -89,10 +89,10 @@ class InitialValues:
         return agreed
 
     def check_stages(self, mesh: Mesh) -> None:
-        """Check that of what is stored some stage of a pipeline has each. Collective over all of them.
+        """Check that every stored name belongs to some pipeline stage. Collective over all stages.
 
         Raises:
-            CheckpointError: on every rank: none has.
+            CheckpointError: on every rank: a name belongs to no stage.
         """
         unknown = [] if self._stored is None else self._stored.unknown()
         said = mesh.world.exchange(None if mesh.index(STAGE) else unknown)[:: mesh.size(STAGE)]
@@ -101,7 +101,7 @@ class InitialValues:
             raise self._stored.unknown_to(strangers)
 
     def has(self, name: str) -> bool:
-        """Return whether the values of ``name`` are stored."""
+        """Return whether values of ``name`` are stored."""
         return self._stored is not None and self._stored.has(name)
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
@@ -110,7 +110,7 @@ class InitialValues:
         return self._stored.read(name, begin, end)
 
     def fill_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Give the model's buffers the values that are stored, or that its modules initialise."""
+        """Fill the model's buffers with stored values, or with their modules' initialisation."""
         made = {}
         for name, buffer in model.named_buffers():
             if self.has(name):
@@ -121,13 +121,13 @@ class InitialValues:
         self._make(model, made, device)
 
     def fill_unit(self, model: nn.Module, spec: UnitSpec, device: torch.device) -> None:
-        """Give those parameters of a unit that are on meta, and not stored, the values that modules initialise."""
+        """Fill the parameters of a unit that are on meta and not stored, by their modules' initialisation."""
         self._make(model, {name: p for name, p in spec.parameters if p.is_meta and not self.has(name)}, device)
 
     def _make(self, model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
         if not tensors:
             return
-        # Marked first: a tensor that its module forgets to initialise would otherwise train on whatever memory held.
+        # Mark first: a tensor that its module forgets to initialise would otherwise train from uninitialised memory.
         for tensor in tensors.values():
             set_tensor_data(tensor, _make_unset(tensor, device))
         with _hide_on_meta(model, tensors.values()):
@@ -143,9 +143,9 @@ class InitialValues:
                 )
 
     def _makers(self, model: nn.Module, names: Collection[str]) -> list[Callable[[], object]]:
-        """Return what initialises the tensors ``names``: a call for each module around one of them, inner ones first.
+        """Return the calls that initialise the tensors ``names``: one per enclosing module, inner modules first.
 
-        And later ones before earlier ones: a tied tensor ends as the module that had it first would have it.
+        Later modules come before earlier ones, so that the first module that has a tied tensor decides its values.
         """
         paths = {""} | {path for name in names for path in enclosing_paths(name)}
         found: list[Callable[[], object] | None] = []
@@ -154,13 +154,13 @@ class InitialValues:
                 continue
             if self._initialize is not None:
                 found.append(partial(self._initialize, module))
-            else:  # torch's own modules have either
+            else:  # torch's modules have either name
                 found.append(getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None))
         return [make for make in found if make is not None]
 
 
 def set_tensor_data(tensor: Tensor, data: Tensor) -> None:
-    """Give ``tensor`` the ``data``, also if it is on meta; it stays the object that modules and optimizers know."""
+    """Set the data of ``tensor``, also if it is on meta, and keep the object that modules and optimizers refer to."""
     if tensor.device.type == data.device.type:
         tensor.data = data
     else:
@@ -176,12 +176,12 @@ def _wrap_like(tensor: Tensor, data: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _hide_on_meta(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
-    """Put the tensors of ``model`` but for those ``kept`` on meta inside, where filling them moves nothing."""
+    """Move all tensors of ``model`` except ``kept`` to meta inside the context, so that filling them has no effect."""
     keep = {id(tensor) for tensor in kept}
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
     with torch._C.DisableTorchFunctionSubclass():
         hidden = [(t, _wrap_like(t, torch.empty_like(t, device="meta"))) for t in others]
-    # Swapped, not replaced: modules, and initialisers' closures, keep their references to these objects.
+    # Swap, do not replace: modules and closures of initialisers refer to these objects.
     for tensor, twin in hidden:
         torch.utils.swap_tensors(tensor, twin)
     try:
@@ -191,7 +191,7 @@ def _hide_on_meta(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
             torch.utils.swap_tensors(tensor, twin)
 
 
-# The value of a tensor that has not been filled: one that no initialisation leaves in all elements.
+# Marks a tensor that has not been filled: no initialisation leaves this value in all elements.
 def _unset_value(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

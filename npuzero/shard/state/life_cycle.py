@@ -1,4 +1,4 @@
-"""The states of a unit's parameters and of a flat's gradient: who holds memory, and which state may follow."""
+"""States of a unit's parameters and of a flat parameter's gradient, and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from npuzero.errors import StateError
 
 
 class ParameterState(enum.Enum):
-    """Name who holds a unit's parameters."""
+    """Name the state of a unit's parameters."""
 
     SHARDED = "sharded"  # the resting shard only
-    GATHERING = "being gathered"  # a gather writes into the unsharded flat
-    WHOLE = "unsharded"  # the unsharded flat may be read
-    HELD = "kept within the step"  # the resting shard, and what the plan keeps for backward, or the next micro-batch
+    GATHERING = "being gathered"  # an all-gather writes into the unsharded flat parameter
+    WHOLE = "unsharded"  # the unsharded flat parameter may be read
+    HELD = "kept within the step"  # the resting shard, and the shard held for backward or for the next micro-batch
 
 
 class GradientState(enum.Enum):
-    """Name who holds a flat's gradient."""
+    """Name the state of a flat parameter's gradient."""
 
     EMPTY = "empty"
-    PARTIAL = "partial"  # some have left autograd
-    REDUCING = "reducing"  # a reduction is under way
-    ACCUMULATED = "accumulated"  # this backward's are in the accumulator
-    READY = "ready"  # summed over all ranks, this rank's own shard
+    PARTIAL = "partial"  # some slots have received their gradient from autograd
+    REDUCING = "reducing"  # a reduction is in progress
+    ACCUMULATED = "accumulated"  # this backward's gradients are in the accumulation buffer
+    READY = "ready"  # this rank's states shard, summed over all ranks
 
 
 _P, _G = ParameterState, GradientState
 MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
     _P.SHARDED: (_P.GATHERING,),
-    _P.GATHERING: (_P.WHOLE, _P.SHARDED, _P.HELD),  # back to where it was, if the gather raises
+    _P.GATHERING: (_P.WHOLE, _P.SHARDED, _P.HELD),  # back to the earlier state, if the all-gather raises
     _P.WHOLE: (_P.SHARDED, _P.HELD, _P.GATHERING),
     _P.HELD: (_P.GATHERING, _P.SHARDED),
     _G.EMPTY: (_G.PARTIAL, _G.REDUCING, _G.ACCUMULATED),
@@ -44,7 +44,7 @@ _State = TypeVar("_State", ParameterState, GradientState)
 
 
 def check_transition(subject: str, now: _State, to: _State) -> _State:
-    """Return ``to``, if the life-cycle lets it follow ``now``; else raise a StateError naming both."""
+    """Return ``to`` if it may follow ``now``; else raise a StateError naming both."""
     if to is not now and to not in MOVES[now]:
         allowed = ", ".join(state.name for state in MOVES[now])
         raise StateError(

@@ -1,4 +1,4 @@
-"""The contribution of one backward pass to one flat: gradients as they leave autograd, and their route from there."""
+"""Gradients that one backward pass brings to one flat parameter, and their route."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from npuzero.shard.layout.flat_layout import FlatLayout
 class BackwardRole(enum.Enum):
     """Name the role of a backward pass in its step."""
 
-    ALONE = "alone"  # under no_sync: it adds up on this rank, and a later one takes it along
-    SUMMED = "summed"  # R2, and maybe more passes before the step
-    LAST = "last"  # foreseen to be the step's last: R3 runs beside it, too
+    ALONE = "alone"  # under no_sync: accumulate on this rank; a later pass sends the sum
+    SUMMED = "summed"  # R2; more passes may follow before the step
+    LAST = "last"  # expected to be the step's last: R3 overlaps it as well
 
 
 class GradientRoute(enum.Enum):
-    """Name the way of a flat's contribution, once it is complete."""
+    """Name the route of a flat parameter's gradients, once all slots of the pass have arrived."""
 
-    KEEP = "keep"  # into the unsharded gradients that this rank adds up alone
-    SEND = "send"  # packed into a communication buffer, for R2 or, where that is the identity, for R3
-    BOTH = "both"  # what was kept so far goes along: added to it, and sent
+    KEEP = "keep"  # accumulate into this rank's unsharded, unreduced gradients
+    SEND = "send"  # pack into a communication buffer, for R2 or, if that is the identity, for R3
+    BOTH = "both"  # accumulate into the gradients kept so far, and send the sum
 
 
 class MicroBatchGradient:
@@ -44,16 +44,16 @@ class MicroBatchGradient:
 
     @property
     def complete(self) -> bool:
-        """Return whether every slot has its gradient."""
+        """Return whether every slot has received its gradient."""
         return len(self.arrived) >= self._count
 
     def add(self, i: int, gradient: Tensor) -> None:
-        """Add the gradient of slot ``i``; a second one of a pass is from reentrant checkpointing, once per use."""
+        """Add the gradient of slot ``i``; reentrant checkpointing brings one per use in a pass."""
         earlier = self.arrived.get(i)
         self.arrived[i] = gradient if earlier is None else earlier + gradient
 
     def check(self) -> None:
-        """Raise a ConfigError for what cannot be packed; autograd sees to shape and dtype."""
+        """Raise a ConfigError for gradients that cannot be packed; autograd ensures shape and dtype."""
         for i, gradient in self.arrived.items():
             if gradient.layout is not torch.strided:
                 raise ConfigError(
@@ -64,7 +64,7 @@ class MicroBatchGradient:
                 )
 
     def pack(self, arrived: Mapping[int, Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
-        """Write some gradients, scaled, to where their slots lie in ``into`` ([n], any float), or add them there."""
+        """Scale some gradients and write them to their slots in ``into`` ([n], any float), or accumulate them."""
         if arrived:
             tensors = [materialize_lazy(gradient) for gradient in arrived.values()]
             offsets = [self._layout.slots[i].begin for i in arrived]

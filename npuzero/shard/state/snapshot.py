@@ -1,4 +1,4 @@
-"""How states are read: at once, or later as they are now, whatever is written meanwhile."""
+"""Snapshots of optimizer states: read at once, or later with the present values."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-#: Gives values, on whatever device; asked once, by any thread.
+#: Returns values, on any device; called once, by any thread.
 Later = Callable[[], Tensor]
 
 
 class KeptPart(ABC):
-    """Stand for a stored part that stays as it is until it is released."""
+    """Represent a stored part that stays unchanged until it is released."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return it as it is stored; it may be gone once another part is read."""
+        """Return the part as stored; valid until another part is read."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let it be overwritten; may be called again."""
+        """Release the part, which may then be overwritten; may be called again."""
 
 
 class StateSnapshot:
-    """Say what becomes of what is read: here nothing, for who reads it before anything else is written."""
+    """Provide values for later reads: here without a copy, valid only if read before the next write."""
 
     def copied(self, values: Tensor) -> Later:
-        """Return how to have ``values``, which lie in memory, later."""
+        """Return a function that later returns ``values``, which are in memory."""
         return lambda: values
 
     def kept(self, keep: Callable[[], KeptPart | None]) -> KeptPart | None:
-        """Return what is to be read later of a part that can be kept where it is; None: it is read at once."""
+        """Return a kept part for a later read; None: the caller reads it at once."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""A state of one flat's shard, spread over the memories: read and written by ranges, wherever each part of it lies."""
+"""A shard with elements on device, host and NVMe, read and written by range."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from npuzero.shard.state.snapshot import KeptPart, Later, StateSnapshot
 
 
 class TierRange(NamedTuple):
-    """Describe the elements ``[begin, end)`` of the shard.
+    """Describe the elements ``[begin, end)`` of the shard, which are stored in one place.
 
     Attributes:
-        open: brings them here as they are stored, in a tensor that begins with the part's first element; what is
-            written there lasts if ``open`` was told so. It may be gone once another part is opened.
-        keep: keeps it as it is where it lies, until it is released; None where it must be copied to be kept.
+        open: returns them as stored, in a tensor that begins with the part's first element. Writes to it last if the
+            argument is True. It is valid until another part is opened.
+        keep: keeps the part unchanged in its place until it is released; returns None if a copy is needed instead.
     """
 
     begin: int
@@ -32,12 +32,12 @@ class TierRange(NamedTuple):
 
 
 class TierOverlap(NamedTuple):
-    """Describe what a part has of a range.
+    """Describe the overlap of a part and a range.
 
     Attributes:
-        here: as a slice of the range.
-        stored, numel: the part, and its elements.
-        there: as a slice of the part.
+        here: the overlap as a slice of the range.
+        stored, numel: the part, and its number of elements.
+        there: the overlap as a slice of the part.
     """
 
     here: slice
@@ -47,46 +47,48 @@ class TierOverlap(NamedTuple):
 
 
 class TieredTensor:
-    """Hold one state in parts, which are whole blocks of moments each, but for the last.
+    """Hold one shard in parts; each but the last is a multiple of the block size of quantized moments.
 
     Args:
-        dtype: in which it is stored.
-        parts: ascending, side by side.
+        dtype: the stored dtype.
+        parts: contiguous, in ascending order.
     """
 
     def __init__(self, dtype: torch.dtype, parts: list[TierRange]) -> None:
         self.dtype = dtype
         self._parts = parts
-        self._one: Tensor | None = None  # all of it, where it is one tensor that stays
+        self._one: Tensor | None = None  # all elements, if they are one resident tensor
 
     @staticmethod
     def whole(tensor: Tensor, numel: int) -> TieredTensor:
-        """Return a state of ``numel`` elements that is one tensor."""
+        """Return a tiered tensor of ``numel`` elements over one resident tensor."""
         spread = TieredTensor(tensor.dtype, [TierRange(0, numel, lambda _: tensor)])
         spread._one = tensor
         return spread
 
     def extended(self, further: TieredTensor) -> TieredTensor:
-        """Return this state with what follows it."""
+        """Return this tensor extended by the parts of ``further``, which follow it."""
         return TieredTensor(self.dtype, [part for part in (*self._parts, *further._parts) if part.begin < part.end])
 
     def over(self, own: slice, write: bool = False) -> Iterator[TierOverlap]:
-        """Yield, part by part, what lies in the range ``own``; use each before the next one is asked for."""
+        """Yield the overlaps with the range ``own``, part by part; use each before requesting the next."""
         for part, here, there in self._within(own):
             yield TierOverlap(here, part.open(write), part.end - part.begin, there)
 
     def _within(self, own: slice) -> Iterator[tuple[TierRange, slice, slice]]:
-        """Yield each part of a range: as a slice of the range, and of the part."""
+        """Yield each part that overlaps a range, with the overlap as a slice of the range and of the part."""
         for part in self._parts:
             begin, end = intersect_ranges((own.start, own.stop), (part.begin, part.end))
             if begin < end:
                 yield part, slice(begin - own.start, end - own.start), slice(begin - part.begin, end - part.begin)
 
     def later(self, own: slice, snapshot: StateSnapshot, *, signed: bool = True, raw: bool = False) -> Later:
-        """Return a range as it is now, for later: as float32, maybe a copy; of codes one that begins with a block.
+        """Return a function that later returns the present values of a range as float32; may be a copy.
+
+        A range of quantized values must begin with a block.
 
         Args:
-            raw: as it is stored, if not in codes.
+            raw: return the stored dtype; only for values that are not quantized.
         """
         if self._one is not None and (raw or self.dtype == torch.float32):
             return snapshot.copied(self._one[own])
@@ -104,20 +106,20 @@ class TieredTensor:
         return partial(_join_ranges, own.stop - own.start, found)
 
     def write(self, own: slice, values: Tensor, *, signed: bool = True) -> None:
-        """Replace a range, whole blocks but for its end, by float32 ``values``: what :meth:`later` gave comes back."""
+        """Replace a range, block-aligned except at its end, by float32 ``values``, the inverse of :meth:`later`."""
         for reach in self.over(own, write=True):
             mine = values[reach.here].to(reach.stored.device)
             storage.write_moment(mine, reach.stored, reach.numel, reach.there, signed=signed)
 
     def raw(self, own: slice) -> Tensor:
-        """Return a range as it is stored, where that is not in codes; maybe a copy."""
+        """Return a range in its stored dtype, which must not be quantized; may be a copy."""
         if self._one is not None:
             return self._one[own]
         parts = [reach.stored[reach.there].clone() for reach in self.over(own)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
 
     def round_in(self, own: slice, values: Tensor) -> None:
-        """Replace a range by ``values``, rounded as updates round the copies of masters."""
+        """Replace a range by ``values``, rounded as updates round copies of masters."""
         for reach in self.over(own, write=True):
             copy_rounded(values[reach.here], reach.stored[reach.there])
 
@@ -127,28 +129,29 @@ class TieredTensor:
             reach.stored[reach.there].copy_(values[reach.here])
 
     def beside(self, own: slice, others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, part by part of a range, what ``others``, as many, have there, brought to where what is stored lies;
-        and that, to be read and written, where each is stored alone, not in codes.
+        """Yield, for each part of a range, the elements of ``others`` moved to its device, and the stored elements.
+
+        ``others`` has as many elements as the range. The stored elements, not quantized, may be read and written.
         """
         for reach in self.over(own, write=True):
             yield others[reach.here].to(reach.stored.device), reach.stored[reach.there]
 
     def clear(self, own: slice, where: Tensor | None = None) -> None:
-        """Zero a range, or those of its elements for which ``where`` is true."""
+        """Zero a range, or its elements for which ``where`` is true."""
         for reach in self.over(own, write=True):
             part = reach.stored[reach.there]
             part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)
 
 
 def _read_and_release(kept: KeptPart, read: Callable[[Tensor, int, slice], Tensor], numel: int, there: slice) -> Tensor:
-    """Return what a kept part has of a range, and let it go."""
+    """Return the slice ``there`` of a kept part, and release the part."""
     values = read(kept.read(), numel, there)
     kept.release()
     return values
 
 
 def _join_ranges(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
-    """Return [numel], on the device of the first of its parts."""
+    """Return the joined values, [numel], on the device of the first part."""
     found = torch.empty(0)
     for here, later in parts:
         values = later()

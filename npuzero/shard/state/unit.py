@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered and reduced together, the flats they lie in, and their state."""
+"""A unit: parameters that are unsharded and reduced together, in flat parameters, with their state."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from npuzero.shard.state.life_cycle import ParameterState, check_transition
 
 
 class Unit:
-    """Hold a module, the flats of the parameters it owns, and the states they are in (FSDP: a parameter group).
+    """Hold a module, the flat parameters it owns, and their state (FSDP: a parameter group).
 
     Attributes:
-        plan: the row that its flats follow.
-        tile: whether it is a tile of a layer that is never unsharded as a whole.
-        guarded: whether its parameters may be read only while it computes. Which bytes come and go then is said by each
-            flat's ``apart``: none, where strict mode guards what the only rank has.
-        ranks: how many train it.
-        thin: whether its parameters travel rounded where they are gathered to compute.
-        rounded: whether those that are here now have.
+        plan: the plan that its flat parameters follow.
+        tile: whether it is a tile of a layer that is never unsharded entirely.
+        guarded: whether its parameters may be read only while it computes. Each flat's ``apart`` tells whether memory
+            is allocated and released then: not where strict mode guards the parameters of a single rank.
+        ranks: number of ranks that train it.
+        thin: whether the all-gather before compute sends quantized parameters.
+        rounded: whether the present unsharded values come from such an all-gather.
     """
 
     def __init__(self, spec: UnitSpec, index: int, flats: list[FlatParameter], plan: Plan) -> None:
@@ -43,17 +43,17 @@ class Unit:
         self.rounded = False
         self.has_frozen = len(self.trainable) < len(flats)
         self.guarded = any(flat.rests.parameters.guarded for flat in flats)
-        # Whether strict mode alone keeps programs from them.
+        # Whether strict mode is the only reason for guarding.
         self.strict = self.guarded and not any(flat.apart for flat in flats)
         self.ranks = max((flat.rests.averaged.size for flat in flats), default=1)
         self.parameter_state = ParameterState.SHARDED if self.guarded else ParameterState.WHOLE
-        # Forward passes whose backward is to come or under way (see Hooks).
+        # Forward passes with a backward pending or running (see AutogradHooks).
         self.backward_expected = False
         self.computing = 0
-        # May backward need it whenever it likes, as where a forward's outputs hide tensors? Then it stays whole until
-        # backward ends.
+        # Backward may need it at any time, for example if a forward's outputs hide tensors: it then stays unsharded
+        # until backward ends.
         self.opaque = False
-        # Flats whose gradients the present backward pass has still to bring.
+        # Flat parameters with gradients still to arrive in the present backward pass.
         self.missing = set(self.trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -61,26 +61,26 @@ class Unit:
             yield from flat.parameters
 
     def move(self, to: ParameterState) -> None:
-        """Change the parameters' state, as their life-cycle allows."""
+        """Change the parameters' state, as the life cycle allows."""
         self.parameter_state = check_transition(f"parameters of unit {self.name!r}", self.parameter_state, to)
 
     def close(self) -> None:
-        """Guard the parameters against reading."""
+        """Guard the parameters against reads."""
         for parameter in self.parameters():
             guard.guard_parameter(parameter)
 
     def reopen(self) -> None:
-        """Let the parameters be read, and watch writes into them."""
+        """Enable reads of the parameters, and watch writes to them."""
         for parameter in self.parameters():
             guard.watch_parameter(parameter)
 
     def check_views(self, thoroughly: bool = False) -> None:
-        """Check that every parameter is still a view of its flat: another engine around the model replaces the data.
+        """Check that every parameter is still a view of its flat buffer: another engine would replace the data.
 
-        It replaces that of all, so before a forward a look at the first of each flat is enough.
+        It would replace all of them, so before a forward the first parameter of each flat is enough.
 
         Raises:
-            StateError: a parameter's data lies elsewhere.
+            StateError: a parameter's data is elsewhere.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for flat in self.flats:
