@@ -1,10 +1,13 @@
-"""Parallel axes beside ZeRO's own: functions over a communicator that cut a model's computation over ranks.
+"""Parallel axes next to ZeRO's data axes: functions over a communicator that divide a model's computation over ranks.
 
-``functions`` has the collectives that autograd differentiates, each its partner's conjugate; ``vocabulary`` an
-embedding and a cross entropy over a sharded vocabulary; ``ClassHead`` a softmax over more classes than a device holds.
-``sequences`` divides sequences, and ``sequence_models`` prepares models of transformers for that. ``tensor`` divides
-layers: by ``words``, of which ``division`` makes data, and ``regions`` hooks. ``TorchStage`` lets torch's pipeline
-schedules drive sharded stages.
+In: an unsharded model and a mesh with a ``tensor``, ``pipe`` or sequence axis. Out: the model with hooks, relations and
+divided parameters, which ``zero`` shards afterwards.
+
+* ``functions``: collectives that autograd differentiates;
+* ``tensor_parallel``: divide Linears by a plan; read ``tensor_parallel/divide.py`` first;
+* ``pipeline_parallel``: stages, schedules and the step; read ``pipeline_parallel/runner.py`` next;
+* ``sequence_parallel``: slices of sequences; read ``sequence_parallel/slices.py`` then;
+* ``class_parallel``: embedding, cross entropy and softmax over a sharded vocabulary or class set.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name != "TorchStage":  # imported when it is first asked for: torch's pipelining takes a second
+        if name != "TorchStage":  # imported on first use: torch's pipelining takes a second
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from npuzero.parallel.pipeline_parallel import torch_stage
 

@@ -1,4 +1,4 @@
-"""Which blocks make a stage of a pipeline: as given, or so that the slowest stage takes least. Pure data."""
+"""Choose the blocks of each pipeline stage: as given, or so that the slowest stage is fastest. Pure data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from npuzero.errors import ConfigError, did_you_mean
 
-#: How many blocks each stage has, or the name of each stage's first block.
+#: The number of blocks of each stage, or the name of each stage's first block.
 Split = Sequence[int] | Sequence[str]
 
 
@@ -18,9 +18,9 @@ class BlockCost:
 
     Attributes:
         name: its path in the model.
-        cost: elements of parameters by which activations are multiplied, each two operations for a token; an embedding,
-            which is looked up, has none.
-        numel: elements of all of its parameters.
+        cost: elements of the parameters that multiply activations, two operations per token each; embeddings are looked
+            up and cost nothing.
+        numel: elements of all its parameters.
     """
 
     name: str
@@ -32,10 +32,11 @@ def split_blocks(blocks: Sequence[BlockCost], stages: int, split: Split | None) 
     """Return the names of each stage's blocks.
 
     Args:
-        split: None: the largest cost of a stage is as small as can be; among such, the largest number of parameters.
+        split: None: minimize the largest cost of a stage; among equal splits, the largest number of parameters.
 
     Raises:
-        ConfigError: there are more stages than blocks; a stage has no parameters; ``split`` is not of these blocks.
+        ConfigError: there are more stages than blocks; a stage has no parameters; ``split`` does not match these
+            blocks.
     """
     if stages > len(blocks):
         raise ConfigError(
@@ -76,10 +77,10 @@ def _balance_blocks(blocks: Sequence[BlockCost], stages: int) -> list[int]:
 def _minimize_heaviest(
     weights: list[int], numels: list[int], costs: list[int], bound: int | None, stages: int
 ) -> tuple[int, list[int]]:
-    """Return the least sum that the heaviest of ``stages`` parts can have, and the number of blocks in each part.
+    """Return the smallest possible weight of the heaviest of ``stages`` parts, and the number of blocks in each part.
 
-    By dynamic programming over the first n blocks in k parts, of which each has parameters, and none costs more than
-    ``bound``: exact, in stages * blocks^2 steps.
+    Dynamic programming over the first n blocks in k parts. Each part has parameters and costs at most ``bound``. Exact,
+    in stages * blocks^2 steps.
     """
     sums, held, spent = ([0, *accumulate(each)] for each in (weights, numels, costs))
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
@@ -98,6 +99,7 @@ def _minimize_heaviest(
 
 
 def _parse_split(blocks: Sequence[BlockCost], stages: int, split: Split) -> list[int]:
+    # A bool is an int to isinstance, so kinds are compared by type.
     kinds = {type(each) for each in split} if isinstance(split, (list, tuple)) else {type(split)}
     if not isinstance(split, (list, tuple)) or not (kinds <= {int} or kinds <= {str}):
         raise ConfigError(
@@ -125,7 +127,7 @@ def _parse_split(blocks: Sequence[BlockCost], stages: int, split: Split) -> list
 
 
 def _count_blocks(blocks: Sequence[BlockCost], firsts: list[str]) -> list[int]:
-    """Return how many blocks there are from each of ``firsts`` to the next."""
+    """Return the number of blocks from each of ``firsts`` to the next."""
     places = {block.name: place for place, block in enumerate(blocks)}
     for name in firsts:
         if name not in places:

@@ -1,8 +1,7 @@
-"""The division of a model into the stages of a pipeline, by the names of its blocks.
+"""Divide a model into the stages of a pipeline, by the names of its blocks.
 
-``divide_into_stages`` says which blocks make which stage, and moves nothing; ``StageDivision.take`` makes what one rank
-has: its stages' blocks under the names that they have in the whole model, so that checkpoints, norms and exports see
-    one model.
+``divide_into_stages`` assigns blocks to stages and moves nothing. ``StageDivision.take`` builds one rank's model: its
+stages' blocks under their names in the full model, so that checkpoints, norms and exports see one model.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _Kind = TypeVar("_Kind", bound="PipelineStages")
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Tell where a parameter is: all its names in the whole model, the first one first, and the blocks that have it."""
+    """Locate a parameter: all its names in the full model, the first one first, and the blocks that hold it."""
 
     names: tuple[str, ...]
     blocks: frozenset[str]
@@ -36,15 +35,15 @@ class ParameterLocation:
 
 @dataclass(frozen=True)
 class StageDivision:
-    """Hold which blocks make which stage; stage s is on pipeline rank ``s % ranks``.
+    """Hold the blocks of each stage; stage s is on pipeline rank ``s % ranks``.
 
     Attributes:
-        model: all of it.
+        model: the full model.
         ranks: of the pipeline.
-        blocks: the names of each stage's blocks, in the order in which they are called.
-        plan: the model's own, whose forward runs; None: blocks are called one after another.
-        homes: of all parameters, by their first names.
-        tied: names of those that the first and the last rank both have.
+        blocks: the names of each stage's blocks, in call order.
+        plan: the model's own plan, with which its forward runs; None: blocks are called one after another.
+        homes: location of every parameter, by its first name.
+        tied: names of parameters that both the first and the last rank hold.
     """
 
     model: nn.Module = field(repr=False)
@@ -55,14 +54,14 @@ class StageDivision:
     tied: tuple[str, ...]
 
     def take(self, stages: Sequence[int], kind: type[_Kind] | None = None) -> _Kind:
-        """Return what computes ``stages``, with their blocks; those of other stages are not in it.
+        """Build the module that computes ``stages``, without the blocks of other stages.
 
         Args:
             stages: numbers of stages, in any order.
-            kind: a class of :class:`PipelineStages`, which is called with this division and the numbers.
+            kind: a subclass of :class:`PipelineStages`, called with this division and the numbers.
 
         Raises:
-            ConfigError: there is no such stage; a part of the model has a name that the class has.
+            ConfigError: there is no such stage; a part of the model has the name of an attribute of the class.
         """
         numbers = tuple(sorted(set(stages)))
         if not numbers or numbers[0] < 0 or numbers[-1] >= len(self.blocks):
@@ -82,32 +81,32 @@ def divide_into_stages(
     split: Split | None = None,
     blocks: Sequence[nn.Module | str] | None = None,
 ) -> StageDivision:
-    """Divide ``model`` into ``ranks * chunks`` stages; on every rank alike, before :func:`npuzero.zero`.
+    """Divide ``model`` into ``ranks * chunks`` stages, identically on every rank, before :func:`npuzero.zero`.
 
-    Nothing is moved, and the model may be on the meta device. Hooks stay on blocks. Where blocks are called one after
-    another, ``model.forward`` is not, nor are hooks on what is around blocks.
+    No tensor moves, and the model may be on the meta device. Hooks stay on blocks. If blocks are called one after
+    another, ``model.forward`` and the hooks of modules around blocks are not called.
 
     Args:
         ranks: of the pipeline.
         chunks: stages on each rank.
-        split: how many blocks each stage has, or the name of each stage's first block. None: balanced, the largest
-            cost of a stage is as small as can be, and then its parameters (see
+        split: the number of blocks of each stage, or the name of each stage's first block. None: minimize the largest
+            cost of a stage, then its parameters (see
             :class:`npuzero.parallel.pipeline_parallel.choose_splits.BlockCost`).
-        blocks: the modules, or their names, that are called one after another, each on what the one before returned; in
-            place of an nn.ModuleList or nn.Sequential, its children are. None: the children of an nn.Sequential, or
-            what a transformers model says by its ``base_model_pp_plan``, whose own forward runs on every stage.
+        blocks: modules, or their names, to call one after another, each on the previous output; an nn.ModuleList or
+            nn.Sequential stands for its children. None: the children of an nn.Sequential, or the ``base_model_pp_plan``
+            of a transformers model, which runs its own forward on every stage.
 
     Raises:
-        ConfigError: there are more stages than blocks; a stage has no parameters; ``split`` or ``blocks`` is not of
-            this model, or has a block twice; a parameter is in no block, or tied over ranks other than the first and
-            last; nothing says what the blocks are.
+        ConfigError: there are more stages than blocks; a stage has no parameters; ``split`` or ``blocks`` does not
+            match this model, or has a block twice; a parameter is in no block, or tied over ranks other than the first
+            and last; the blocks are not given and cannot be found.
 
     Example::
 
-        from npuzero.parallel.pipeline_parallel.divide import divide
+        from npuzero.parallel.pipeline_parallel.divide import divide_into_stages
 
         layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
-        division = divide(layers, ranks=2)
+        division = divide_into_stages(layers, ranks=2)
         print(division.blocks)  # (('0', '1'), ('2', '3', '4'))
         second = division.take((1,))
         print([name for name, _ in second.named_parameters()][0])  # 2.weight
@@ -126,15 +125,15 @@ def divide_into_stages(
 
 
 class PipelineStages(nn.Module):
-    """Compute stages of a model that :func:`divide_into_stages` has divided.
+    """Compute the stages of a rank, from a model that :func:`divide_into_stages` has divided.
 
-    Parameters and buffers have the names, and the order, that they have in the whole model.
+    Parameters and buffers keep their names and order in the full model.
 
     Attributes:
-        numbers: of the stages that are here, ascending.
-        count: of all stages.
-        blocks_of: by stage the names of its blocks.
-        tied: names of parameters here that the ranks at both ends of the pipeline have; their gradients are summed.
+        numbers: the stages on this rank, ascending.
+        count: the number of all stages.
+        blocks_of: the names of each stage's blocks.
+        tied: names of parameters here that the ranks at both ends of the pipeline hold; their gradients are summed.
     """
 
     def __init__(self, division: StageDivision, numbers: Sequence[int]) -> None:
@@ -167,15 +166,15 @@ class PipelineStages(nn.Module):
 
         Args:
             stage: its number, one of ``numbers``.
-            args: of stage 0: the model's own; of a later one: what the stage before returned, alone.
-            options: the model's keyword arguments, on every stage the same; where blocks are called one after another,
-                the first takes them.
+            args: stage 0: the model's own arguments; a later stage: the previous stage's output alone.
+            options: the model's keyword arguments, the same on every stage; a chain passes them to the model's first
+                block.
 
         Returns:
-            Of the last stage what the model returns; of others what the next is to take.
+            The last stage: the model's output. Other stages: the input of the next stage.
 
         Raises:
-            ConfigError: the stage is not here; the model is asked for what a stage has not all of.
+            ConfigError: the stage is not here; the arguments ask for an output that needs all blocks.
         """
         if not isinstance(stage, int):
             raise ConfigError(
@@ -194,14 +193,14 @@ class PipelineStages(nn.Module):
         return self._runs[stage](*args, **options)
 
     def train(self, mode: bool = True) -> PipelineStages:
-        """Set training mode, or evaluation, of all that is here."""
+        """Set training or evaluation mode of all modules here."""
         super().train(mode)
         for run in self._runs.values():
             run.train(mode)
         return self
 
     def unit_rule(self, name: str, _module: nn.Module) -> bool:
-        """Tell whether the module ``name`` is a unit, for ``zero(units=)``: every block is, by itself."""
+        """Return whether the module ``name`` is a unit, for ``zero(units=)``: every block is its own unit."""
         return name in self._units
 
 
@@ -213,7 +212,7 @@ class _BlockChain:
         self._first = first
 
     def train(self, mode: bool) -> None:
-        """Do nothing: all of a chain is in the tree."""
+        """Do nothing: all modules of a chain are in the tree."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         begin, *rest = self._blocks
@@ -231,11 +230,11 @@ def _make_stage_forward(division: StageDivision, number: int) -> _BlockChain | S
 
 
 class _StageModuleTree:
-    """Make bare modules that lead to the blocks of some stages, by their names in the whole model.
+    """Build bare modules that lead to the blocks of some stages, by their names in the full model.
 
-    Parts without parameters, such as rotary embeddings, are on every stage. A parameter is called as in the whole
-    model, by its first name, also where that is of a block elsewhere; and a tied one by all its names, so that at both
-    ends it is in two units and belongs to the one around them.
+    Modules without parameters, such as rotary embeddings, are on every stage. A parameter keeps its first name in the
+    full model, even if it names a block on another stage. A tied parameter keeps all its names: at both ends of
+    the pipeline it is in two units, and belongs to the unit around them.
     """
 
     def __init__(self, division: StageDivision, numbers: Sequence[int]) -> None:
@@ -243,16 +242,18 @@ class _StageModuleTree:
         self._paths = {path for name in self._listed for path in enclosing_paths(f"{name}.")}
         self.present = {name for number in numbers for name in division.blocks[number]}
         here = {name: home for name, home in division.homes.items() if home.blocks & self.present}
+        # Tied means on both ends of the pipeline: a parameter with all its blocks on this rank is stored under one
+        # name.
         self.tied = tuple(name for name in here if name in division.tied and not here[name].blocks <= self.present)
         self._names = {said for name, home in here.items() for said in (home.names if name in self.tied else [name])}
         for name in self.tied:
             relate_parameter(division.model.get_parameter(name), PIPE, Relation.SUMMED)
 
     def grown(self, module: nn.Module, path: str, absent: bool = False) -> nn.Module:
-        """Return a bare module with what is here of ``module``; ``absent``: it is in a block of another stage."""
+        """Return a bare copy of ``module`` with its parts here; ``absent``: it is in a block of another stage."""
         branch = nn.Module()
         branch.training = module.training
-        if not absent:  # one table, so that whoever replaces a buffer does so for both
+        if not absent:  # share the table, so that replacing a buffer replaces it in both
             branch._buffers = module._buffers
             branch._non_persistent_buffers_set = module._non_persistent_buffers_set
         for name, parameter in module._parameters.items():
@@ -279,12 +280,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    """Tell whether a module does no more than to call its children one after another."""
+    """Return whether a module only calls its children one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _list_block_names(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[str]:
-    """Return the names of the blocks in order."""
+    """Return the names of the blocks in call order."""
     if blocks is None and not _is_sequential(model):
         raise ConfigError(
             "pipeline blocks",
@@ -294,6 +295,7 @@ def _list_block_names(model: nn.Module, blocks: Sequence[nn.Module | str] | None
         )
     if blocks is None:
         return list(model._modules)
+    # A string is a sequence of characters, and a single module may not be iterable: both are refused below.
     try:
         listed = [] if isinstance(blocks, str) else list(blocks)
     except TypeError:
@@ -330,7 +332,7 @@ def _find_block(model: nn.Module, block: nn.Module | str) -> tuple[str, nn.Modul
 
 
 def _check_blocks_disjoint(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
-    """Check that no block is in two places, and none in another."""
+    """Check that no block is listed twice or nested in another."""
     places: dict[nn.Module, str] = {}
     for name in names:
         other = places.setdefault(modules[name], name) if modules[name] in places else None
@@ -357,7 +359,7 @@ def _measure_block(name: str, module: nn.Module) -> BlockCost:
 
 
 def _locate_parameters(model: nn.Module, blocks: Sequence[str]) -> dict[str, ParameterLocation]:
-    """Return where each parameter is, by its first name."""
+    """Return the location of each parameter, by its first name."""
     listed, names = set(blocks), dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -379,7 +381,7 @@ def _locate_parameters(model: nn.Module, blocks: Sequence[str]) -> dict[str, Par
 def _find_tied_parameters(
     homes: dict[str, ParameterLocation], parts: Sequence[Sequence[str]], ranks: int
 ) -> tuple[str, ...]:
-    """Return the names of parameters that both ends of the pipeline have."""
+    """Return the names of parameters that both ends of the pipeline hold."""
     stage_of = {name: stage for stage, part in enumerate(parts) for name in part}
     tied = []
     for name, home in homes.items():

@@ -1,4 +1,4 @@
-"""Whether parameters stay unsharded between the micro-batches of a pipeline's step."""
+"""Decide whether parameters stay unsharded between the micro-batches of a pipeline's step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from npuzero.plan import Memory, Placement, Plan
 from npuzero.shard import build
 from npuzero.shard.layout.unit_plans import UnitPlans
 
-#: Of the device's memory, that a training state may take whose parameters stay unsharded.
+#: The share of the device's memory that a training state with unsharded parameters may take.
 BETWEEN_SHARE = 0.5
 
 
 def choose_between_plan(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, plans: UnitPlans) -> Plan:
-    """Return the plan by which parameters, once gathered, stay unsharded until the step, where that is possible.
+    """Return a plan that keeps gathered parameters unsharded until the optimizer step, if memory allows.
 
-    A pipeline has many micro-batches a step: gathered for each, parameters would travel as often, forward and backward.
+    A pipeline has many micro-batches in a step: otherwise parameters would be gathered for each, in forward and
+    backward.
 
     Args:
-        plans: with it, those of single units.
+        plans: the plans of single units, next to ``plan``.
 
     Returns:
-        ``plan`` itself where it says what stays, where nothing would change, and where a rank has not the memory.
+        ``plan`` unchanged if it sets ``between`` already, if nothing would change, or if any rank lacks the memory.
 
     Raises:
-        ConfigError: the schedule needs it (zero-bubble), and the plan says otherwise.
+        ConfigError: the zero-bubble schedule needs it, and the plan sets ``between`` to sharded.
     """
     if pipe.schedule.name == "zero-bubble":
         if plan.between is not None and plan.between.axes:
@@ -54,7 +55,10 @@ def choose_between_plan(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settin
 
 
 def make_unsharded_plan(plan: Plan) -> Plan | None:
-    """Return the plan by which parameters stay unsharded between micro-batches; None where that is not to be chosen."""
+    """Return ``plan`` with parameters unsharded between micro-batches.
+
+    None if it sets ``between``, shards no parameters, or keeps them off the device.
+    """
     if plan.between is not None or not plan.parameters.axes or plan.parameters.far:
         return None
     return replace(plan, between=Placement(()))

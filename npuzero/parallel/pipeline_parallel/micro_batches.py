@@ -1,4 +1,4 @@
-"""The micro-batches of a pipeline's step: a batch in equal parts, and the outputs of parts as one."""
+"""Split a batch of a pipeline's step into equal micro-batches, and merge their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from npuzero.errors import ContractError
 from npuzero.plan import divisors
 
-#: What a model is called with: arguments, keyword arguments, and targets of the loss.
+#: Arguments of a step: positional arguments, keyword arguments, and targets of the loss.
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 
@@ -20,7 +20,7 @@ def split_micro_batches(batch: Batch, count: int) -> list[Batch]:
     """Return ``count`` equal parts of a batch along the first dimension of its tensors.
 
     Raises:
-        ContractError: there is no tensor, or it does not divide.
+        ContractError: there is no tensor, or its first dimension does not divide.
     """
     leaves, tree = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
@@ -34,6 +34,7 @@ def split_micro_batches(batch: Batch, count: int) -> list[Batch]:
             if size
             else "Give the model's inputs.",
         )
+    # A leaf that is no tensor, or has another first dimension, such as a mask shared by all rows, is not split.
     parts = [
         leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else [leaf] * count
         for leaf in leaves
@@ -42,7 +43,10 @@ def split_micro_batches(batch: Batch, count: int) -> list[Batch]:
 
 
 def merge_micro_batches(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of micro-batches as one: tensors joined along the first dimension, a model's by its logits."""
+    """Merge the outputs of micro-batches: concatenate tensors along the first dimension.
+
+    A model output is merged by its ``logits``.
+    """
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))

@@ -1,14 +1,14 @@
-"""A pipeline: the stages of a model on neighbouring ranks, and the step that runs micro-batches through them.
+"""Run a pipeline's step: micro-batches through the stages of neighbouring ranks.
 
-A rank follows its row of the schedule (``schedule.py``), act by act. Before it computes one, what the next one needs is
-on its way (``edges.py``); the engine gathers, reduces and updates within each stage's ranks, as it does without a
-pipeline. After the last act all ranks agree that none has raised, and share the loss.
+A rank runs its row of the schedule (``schedule.py``), action by action. Receives for the next action start before the
+current one computes (``send_recv.py``). Within a stage the engine works as without a pipeline. After the last action
+all ranks agree that none has raised, and share the loss.
 
 Invariants:
-    * a rank whose stage raises goes on with its row, without computing, so that nobody waits for it; the error is
-      raised on every rank as the step ends, and the next step may follow ``zero_grad()``;
+    * a rank with a stage that raises finishes its row without computing, so that no rank waits for it; the error is
+      raised on every rank at the end of the step, and the next step may follow ``zero_grad()``;
     * a CollectiveError is raised at once: the communicators are broken;
-    * an error between stages, such as no memory for what a neighbour sends, or a KeyboardInterrupt, breaks them.
+    * an error between stages, such as no memory for a receive, or a KeyboardInterrupt, aborts the communicators.
 """
 
 from __future__ import annotations
@@ -42,27 +42,26 @@ from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_of
 from npuzero.shard.gradients.input_digests import SharedInputs
 
-#: Called with what the last stage returned for a micro-batch, and its targets; returns () float, the mean over it.
+#: Called with the last stage's output for a micro-batch, and its targets; returns the mean loss over it, () float.
 Loss = Callable[..., Tensor]
 
 
 class LossScalerProtocol(Protocol):
-    """Describe what scales a loss: :class:`npuzero.LossScaler`."""
+    """Scale a loss before backward: the part of :class:`npuzero.LossScaler` that a step calls."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
 
 
 class Pipeline(PipelineStages):
-    """Train the stages of a model that lie on this rank; made by :func:`npuzero.pipeline`.
+    """Train the stages of a model on this rank; made by :func:`npuzero.pipeline`.
 
     It is the model that ``zero`` has sharded: ``npuzero.clip_grad_norm_``, ``report``, ``full_state_dict``, ``export``
-    and ``checkpoint`` take it, and an optimizer its ``parameters()``, which are this rank's.
+    and ``checkpoint`` take it. An optimizer takes its ``parameters()``, which are this rank's.
 
     Attributes:
-        schedule: what each rank does when.
-        sharers: tensor ranks that send the same activations, each a part.
-        peak: micro-batches of a stage that were alive at most in the last step: their forward begun, and their
-            backward not over.
+        schedule: the actions of each rank, in order.
+        sharers: tensor ranks that hold the same activations; each sends a part.
+        peak: the most forwards alive at once in the last step: forward begun and backward not finished.
     """
 
     schedule: PipelineSchedule
@@ -71,35 +70,35 @@ class Pipeline(PipelineStages):
     _runner: PipelineRunner
 
     def follow(self, schedule: PipelineSchedule, sharers: int = 1) -> None:
-        """Take the schedule whose row for this rank steps follow.
+        """Set the schedule that steps follow.
 
         Args:
-            sharers: tensor ranks that hold the same activations between stages, of which each sends a part.
+            sharers: tensor ranks that hold the same activations between stages; each sends a part.
         """
         self.schedule, self.sharers, self.peak = schedule, sharers, 0
 
     @property
     def row(self) -> tuple[StageAction, ...]:
-        """Return what this rank does in a step."""
+        """Return this rank's actions of a step, in order."""
         return self.schedule.row(self.numbers[0] % self.schedule.ranks)
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
-        """Return the blocks of this rank's stages, which run by themselves: see :func:`npuzero.predict`."""
+        """Return the blocks of each stage here; stages run one at a time: see :func:`npuzero.predict`."""
         return [self.blocks_of[number] for number in self.numbers]
 
     @property
     def acts(self) -> list[tuple[int, bool]]:
-        """Return the passes of these parts, as :func:`npuzero.predict` takes them."""
+        """Return the passes over ``parts`` as (part, is backward), the form that :func:`npuzero.predict` takes."""
         return [(self.numbers.index(act.stage), act.kind != "F") for act in self.row if act.kind != "I"]
 
     def with_sends(self, foreseen: Report, nbytes: int) -> Report:
-        """Return a prediction with what stages send to each other: activations, their gradients, and what is said.
+        """Add the traffic between stages to a prediction: activations, their gradients, headers, votes and the loss.
 
         Args:
-            nbytes: of a micro-batch's activations between two stages, as each rank holds them.
+            nbytes: bytes of a micro-batch's activations between two stages, as each rank holds them.
         """
-        first = {"F": 0, "B": self.count - 1, "I": self.count - 1}  # where what travels begins; it ends at the other
+        first = {"F": 0, "B": self.count - 1, "I": self.count - 1}  # the stage at which this traffic starts
         acts = [act for act in self.row if act.kind in first]
         sends = sum(act.stage != self.count - 1 - first[act.kind] for act in acts)
         gathers = sum(act.stage != first[act.kind] for act in acts)
@@ -111,10 +110,10 @@ class Pipeline(PipelineStages):
         return foreseen.with_more("control", PIPE, said)
 
     def open(self, mesh: Mesh, loss_fn: Loss | None, *, overlap: bool = True) -> None:
-        """Connect this rank's stages to their neighbours', once they are sharded; every rank calls it.
+        """Connect this rank's stages to their neighbours, after sharding. Every rank calls it.
 
         Args:
-            overlap: receive for the next act while one computes.
+            overlap: receive for the next action while one computes.
         """
         self._runner = PipelineRunner(self, engine_of(self), mesh, loss_fn, overlap)
 
@@ -129,25 +128,24 @@ class Pipeline(PipelineStages):
     ) -> Any:
         """Run forward and backward of one batch, in micro-batches; an optimizer's ``step()`` follows. Collective.
 
-        Every rank gives the batch of its data rank: all stages of a pipeline the same one. Tensors whose first
-        dimension is the batch's are cut into micro-batches; all else goes to each of them as it is.
+        Every rank passes the batch of its data rank: all stages of a pipeline pass the same one. Tensors with the batch
+        as first dimension are split; each micro-batch gets every other argument unchanged.
 
         Args:
-            args, kwargs: what the model is called with.
-            target: a tensor, or a tuple: given to ``loss_fn`` behind the model's output.
+            args, kwargs: arguments of the model.
+            target: a tensor, or a tuple: passed to ``loss_fn`` after the model's output.
             train: False: forward only, without gradients.
             scaler: scales the loss before backward.
 
         Returns:
-            The loss, () float32, the same bits on every rank: the mean over micro-batches, and over the data ranks.
-            Without ``train``, and where nothing says what a loss is: what the last stage returned, for the whole batch,
-            on its ranks, and None on others.
+            The loss, () float32, the same bits on every rank: the mean over micro-batches and over data ranks. Without
+            ``train`` and without a loss: on the last stage's ranks its output for the full batch, elsewhere None.
 
         Raises:
             StateError: on every rank: a stage raised, the batch does not divide, micro-batches differ in shape, a stage
-                returns no tensors, or the loss is none; with the stage, the micro-batch and what it was.
-            ConfigError: on every rank: ranks of one pipeline were given different batches.
-            CollectiveError: a rank died, or did something else.
+                returns no tensors, or there is no loss; the error names the stage, the micro-batch and the cause.
+            ConfigError: on every rank: ranks of one pipeline got different batches.
+            CollectiveError: a rank died, or called something else.
         """
         runner = self._runner
         if train and not torch.is_grad_enabled():
@@ -165,11 +163,7 @@ class Pipeline(PipelineStages):
 
 
 class PipelineRunner:
-    """Run a pipeline's steps on this rank; see :meth:`Pipeline.open`.
-
-    Attributes:
-        peak: as :class:`Pipeline` has it.
-    """
+    """Run a pipeline's steps on this rank; see :meth:`Pipeline.open`. ``peak`` is as in :class:`Pipeline`."""
 
     def __init__(
         self,
@@ -190,24 +184,24 @@ class PipelineRunner:
         engine.passes.divide(model.parts)
         self._rows = {True: model.row, False: [act for act in model.row if act.kind == "F"]}
         ranks = self._schedule.ranks
-        # Each rank of the pipe makes the channels of all edges, in one order.
+        # Every rank of the pipe creates the channels of all links in the same order, else channels would not match.
         repeated = model.sharers > 1
         edges = [StageLink(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
         self._before = {stage: edges[stage - 1] for stage in model.numbers if stage}
         self._behind = {stage: edges[stage] for stage in model.numbers if stage < self._last}
         self._edges = [edge for edge in edges if edge in {*self._before.values(), *self._behind.values()}]
         self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._owed: dict[tuple[int, int], Callable[[], None]] = {}  # gradients of weights, where they come later
+        self._owed: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients that are computed later
         self._acts = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
         self._failure: tuple[str, Exception] | None = None
         self._inputs = SharedInputs(mesh, (PIPE, TENSOR))
         self.peak = 0
 
     def run(self, batch: Batch, train: bool, scaler: LossScalerProtocol | None) -> Any:
-        """Run one step, see :meth:`Pipeline.step`."""
-        self._engine.finite.look()  # on all stages at once: it may raise
+        """Run one step; see :meth:`Pipeline.step`."""
+        self._engine.finite.look()  # on all stages at once, because it may raise
         if train:
-            self._engine.meter.step_begins()  # before the first forward: what that takes is gathered for it
+            self._engine.meter.step_begins()  # before the first forward, so that its all-gathers are counted
         self._failure = None
         self._forget()
         self._train, self._scaler = train, scaler
@@ -221,13 +215,13 @@ class PipelineRunner:
         self._micros: list[Batch] = []
         with self._trying(None):
             self._micros = split_micro_batches(batch, self._schedule.micro_batches)
-            if scaler is not None:  # whose tensors are made where the first loss is: on every rank
+            if scaler is not None:  # create the scaler's tensors on the loss's device, on every rank
                 scaler.scale(self._sum)
         try:
             self._follow(self._rows[train])
             some = self._agree()
         except CollectiveError as error:
-            # A stage that raised on one data rank alone leaves its peers waiting: what it raised is the cause.
+            # If a stage raised on one data rank only, its peers wait in a collective: the stage's error is the cause.
             raise error from self._cause()
         finally:
             set_failure("")
@@ -236,8 +230,7 @@ class PipelineRunner:
     def _follow(self, row: Sequence[StageAction]) -> None:
         """Run a row of the schedule.
 
-        A rank that leaves its row breaks the world: its neighbours would take what it sends in the next step for what
-        they wait for in this one.
+        Leaving it early aborts the world: neighbours would take a tensor of the next step for one of this step.
         """
         try:
             for k, act in enumerate(row):
@@ -275,11 +268,11 @@ class PipelineRunner:
         if behind is not None:
             with self._trying(act):
                 return behind.give(micro, outputs)
-            behind.give(micro, None)  # what was refused is replaced
+            behind.give(micro, None)  # send zeros instead of the refused outputs
         return None
 
     def _compute(self, act: StageAction, inputs: StageOutputs) -> StageOutputs:
-        """Return what the stage sends on; of the last one the loss, if there is one to differentiate."""
+        """Return the outputs to send to the next stage; of the last stage the loss, if there is one."""
         args, kwargs, target = self._micros[act.micro]
         if act.stage:
             args = (inputs.tensors[0] if inputs.bare else inputs.tensors,)
@@ -299,7 +292,7 @@ class PipelineRunner:
         return StageOutputs((loss if self._scaler is None else self._scaler.scale(loss),))
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> Tensor | None:
-        """Return the loss of a micro-batch; None where nothing says what it is, and nothing trains."""
+        """Return the loss of a micro-batch; None without a loss when not training."""
         loss: object
         if self._loss_fn is not None and (target or self._train):
             loss = self._loss_fn(output, *target)
@@ -322,12 +315,14 @@ class PipelineRunner:
         self._backward_weights(act)
 
     def _backward_inputs(self, act: StageAction) -> None:
-        """Compute the gradients that the stage before waits for, and note how those of the weights come."""
+        """Compute the input gradients that the previous stage waits for; keep the rest of the backward for "W"."""
         key = stage, micro = act.stage, act.micro
         before, behind = self._before.get(stage), self._behind.get(stage)
         gradients = () if behind is None else behind.take_back(micro)
         returned: tuple[Tensor, ...] | None = None
         inputs, outputs = self._live.pop(key, ((), ()))
+        # A failed stage still sends (zeros), because the previous stage's receive is posted. An "I" action without
+        # input gradients, as on stage 0, puts off all of its backward to "W".
         if self._failure is None:
             with self._trying(act):
                 wanting = [each for each in inputs if each.requires_grad]
@@ -355,7 +350,9 @@ class PipelineRunner:
     def _split(
         self, stage: int, outputs: Sequence[Tensor], gradients: tuple[Tensor, ...], inputs: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Compute the gradients of ``inputs`` alone, where that is possible; return what computes the others."""
+        """Compute the gradients of ``inputs`` alone where possible; return a function that computes the weight
+        gradients.
+        """
         passes, part = self._engine.passes, self._parts[stage]
         with passes.part(part):
             groups = input_gradients(outputs, gradients or None, inputs)
@@ -364,7 +361,7 @@ class PipelineRunner:
             return lambda: None
 
         def rest() -> None:
-            with passes.unsharded(part):  # checkpointing runs a block again, from its middle
+            with passes.unsharded(part):  # activation checkpointing re-runs a block from its middle
                 found = weight_gradients(groups)
             passes.take_gradients(part, found)
 
@@ -376,10 +373,10 @@ class PipelineRunner:
         return _ErrorRecorder(self, act)
 
     def fails(self, act: StageAction | None, error: Exception) -> None:
-        """Note the first error of a step; ``act``: in which, None: before the first one."""
+        """Record the first error of a step; ``act`` None: before the first action."""
         if self._failure is None:
             self._failure = ("the batch" if act is None else _describe_action(act), error)
-            # Ranks beside this one may wait in a collective that it does not come to any more: they are told why.
+            # Peers of this stage may wait in a collective that this rank never reaches: their error gives this cause.
             set_failure(self._cause_in_words())
 
     def _cause(self) -> Exception | None:
@@ -395,7 +392,7 @@ class PipelineRunner:
         self._owed.clear()
 
     def _agree(self) -> bool:
-        """Raise on every rank where any has failed, or has another batch; return whether there is a loss."""
+        """Raise on every rank if any rank failed or has a different batch; return whether there is a loss."""
         self._inputs.begin_vote()
         ballot = [self._failure is not None, self._losses, *self._inputs.ballot()]
         flags = torch.tensor(ballot, dtype=torch.float32)
@@ -419,8 +416,8 @@ class PipelineRunner:
         ) from self._cause()
 
     def _mean_loss(self) -> Tensor:
-        """Return the mean over micro-batches and data ranks, on every rank."""
-        counts = self._losses and self._mesh.index((TENSOR,)) == 0  # tensor ranks have the same loss
+        """Return the mean loss over micro-batches and data ranks, on every rank."""
+        counts = self._losses and self._mesh.index((TENSOR,)) == 0  # tensor ranks have the same loss: count it once
         scale = self._schedule.micro_batches * self._mesh.shape.data
         total = (self._sum / scale if counts else torch.zeros_like(self._sum)).view(1)
         self._engine.mesh.communicator(AXES, "control").all_reduce(total, tag="pipeline loss").wait()
@@ -428,7 +425,7 @@ class PipelineRunner:
 
 
 class _ErrorRecorder(AbstractContextManager[None]):
-    """Note an error of the block, and go on: other ranks wait for what follows."""
+    """Record an error of the block and go on, because other ranks wait for the actions that follow."""
 
     def __init__(self, runner: PipelineRunner, act: StageAction | None) -> None:
         self._runner = runner
@@ -444,10 +441,10 @@ class _ErrorRecorder(AbstractContextManager[None]):
 def agree_on_schedule(
     mesh: Mesh, arguments: dict[str, str], make: Callable[[], tuple[PipelineSchedule, StageDivision]]
 ) -> tuple[PipelineSchedule, StageDivision]:
-    """Return the schedule and the division that all ranks make.
+    """Return the schedule and the division that all ranks agree on.
 
     Raises:
-        ConfigError: on every rank, where one cannot make them, or other arguments or models make others.
+        ConfigError: on every rank: one cannot make them, or ranks differ in arguments or model.
     """
     problem: NpuZeroError | None = None
     made = None
@@ -458,6 +455,8 @@ def agree_on_schedule(
     said = mesh.world.exchange(
         {"problem": problem and str(problem), "mesh": repr(mesh), **arguments} | _describe_division(made), "pipeline"
     )
+    # A rank's own error comes first, because it carries the parameter or stage at fault. The exchange runs on every
+    # rank before any rank raises.
     if problem is not None:
         raise problem
     for rank, other in enumerate(said):

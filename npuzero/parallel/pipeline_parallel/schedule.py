@@ -1,8 +1,8 @@
-"""Schedules of a pipeline as pure data: in which order each rank runs the stages that lie on it; and their simulation.
+"""Schedules of a pipeline as pure data: the order in which each rank runs its stages, and a simulation.
 
-A pipeline has p ranks, v chunks on each and so S = p * v stages, of which stage s lies on rank s % p; a step has m
-micro-batches. A schedule is a table with a row of acts for each rank. Nothing else decides what runs when: a rank runs
-its row from left to right, each act as soon as what it takes has come.
+A pipeline has p ranks with v chunks each, so S = p * v stages; stage s is on rank s % p. A step has m micro-batches. A
+schedule is a table with a row of actions for each rank. A rank runs its row from left to right, each action as soon as
+its inputs have arrived; nothing else decides the order.
 
 ===========  =============================================  ==================  ========================================
 name         bubble, of the makespan                        peak of rank r      source
@@ -14,8 +14,8 @@ interleaved  (p-1) / (v*m+p-1)                              min(v*m, 2(p-r-1)   
 zero-bubble  (p-1) / (3*m+p-1), from m = p on               min(m, p)           Qi et al. 2023, section 2.1: ZB-H1
 ===========  =============================================  ==================  ========================================
 
-Bubbles are those of a forward that takes 1, a backward that takes 2, half of it for the weights, and sends that take
-nothing. Tests hold all of them, exactly.
+Bubbles assume a forward of time 1, a backward of time 2 (half of it for the weights) and free sends. Tests check every
+formula exactly.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from npuzero.errors import ConfigError, did_you_mean
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
-#: Seconds, or whatever else a program counts time in.
+#: Seconds, or any other unit of time.
 Time = Fraction | float
 
 
 class StageAction(NamedTuple):
-    """Name what a rank does without a pause: the forward or backward of one stage for one micro-batch.
+    """Name one uninterrupted computation: the forward or backward of one stage for one micro-batch.
 
     Attributes:
-        kind: ``"F"`` forward, ``"B"`` backward; where a backward is in two parts ``"I"``, the gradients of the inputs,
-            which the stage before waits for, and ``"W"``, those of the weights, which nobody waits for.
+        kind: ``"F"`` forward, ``"B"`` backward. A split backward has ``"I"``, the input gradients, which the previous
+            stage waits for, and ``"W"``, the weight gradients, which no stage waits for.
         stage: 0 .. S-1.
         micro: the micro-batch, 0 .. m-1.
     """
@@ -52,11 +52,11 @@ class StageAction(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """Say when a rank ran an act, or would.
+    """Record when a rank ran an action, or would run it.
 
     Attributes:
         rank: along the pipeline.
-        act: what it ran.
+        act: the action.
         begin, end: in one unit for all of a timeline.
     """
 
@@ -68,51 +68,51 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Hold when the acts of a step run: as ``simulate`` plans it, or as a pipeline has run it.
+    """Hold the times of a step's actions, simulated by ``simulate`` or measured.
 
     Attributes:
-        acts: those of each rank in the order in which it runs them.
+        acts: each rank's actions, in the order in which it runs them.
     """
 
     acts: tuple[TimedAction, ...]
 
     @cached_property
     def rows(self) -> tuple[tuple[TimedAction, ...], ...]:
-        """Return what each rank runs."""
+        """Return each rank's actions."""
         ranks = range(1 + max(timed.rank for timed in self.acts))
         return tuple(tuple(timed for timed in self.acts if timed.rank == rank) for rank in ranks)
 
     @property
     def makespan(self) -> Time:
-        """Return the time from the begin of the first act to the end of the last one."""
+        """Return the time from the start of the first action to the end of the last one."""
         return max(timed.end for timed in self.acts) - min(timed.begin for timed in self.acts)
 
     @property
     def busy(self) -> tuple[Time, ...]:
-        """Return for how long each rank runs anything."""
+        """Return for how long each rank computes."""
         return tuple(sum(timed.end - timed.begin for timed in row) for row in self.rows)
 
     @property
     def bubble(self) -> Fraction:
-        """Return the part of the makespan in which a rank runs nothing, over all ranks; exact where times are."""
+        """Return the idle fraction of the makespan over all ranks; exact if the times are."""
         return 1 - sum(Fraction(busy) for busy in self.busy) / (len(self.rows) * Fraction(self.makespan))
 
     @property
     def peak(self) -> tuple[int, ...]:
-        """Return what ``PipelineSchedule.peak`` says, of each rank."""
+        """Return the peak of each rank, as ``PipelineSchedule.peak`` counts it."""
         return tuple(_count_peak_forwards(timed.act for timed in row) for row in self.rows)
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Hold the order in which each rank of a pipeline runs its acts.
+    """Hold the order in which each rank of a pipeline runs its actions.
 
     Attributes:
         name: one of ``NAMES``.
         ranks: along the pipeline, p.
         micro_batches: in a step, m.
         chunks: stages on each rank, v.
-        table: a row of acts for each rank.
+        table: a row of actions for each rank.
     """
 
     name: str
@@ -123,15 +123,15 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """Return how many stages all ranks have."""
+        """Return the number of stages on all ranks."""
         return self.ranks * self.chunks
 
     def row(self, rank: int) -> tuple[StageAction, ...]:
-        """Return what ``rank`` runs."""
+        """Return the actions of ``rank``."""
         return self.table[rank]
 
     def needs(self, act: StageAction) -> tuple[StageAction, ...]:
-        """Return the acts that must have ended before ``act`` can begin, on whatever rank."""
+        """Return the actions, on any rank, that must end before ``act`` can begin."""
         kind, stage, micro = act
         if kind == "F":
             return (StageAction("F", stage - 1, micro),) if stage else ()
@@ -141,19 +141,19 @@ class PipelineSchedule:
         return (StageAction("F", stage, micro), *(() if last else (StageAction(kind, stage + 1, micro),)))
 
     def peak(self, rank: int) -> int:
-        """Return how many forwards of ``rank`` are alive at most: begun, and their backward, all of it, not ended.
+        """Return the most forwards of ``rank`` alive at once: begun, and their backward not finished.
 
-        Each is a micro-batch in one stage, whose activations are kept.
+        Each is a micro-batch in one stage with stored activations.
         """
         return _count_peak_forwards(self.table[rank])
 
     @cached_property
     def bubble(self) -> Fraction:
-        """Return the part of a step in which a rank waits, where a backward takes as long as two forwards."""
+        """Return the idle fraction of a step when a backward takes as long as two forwards."""
         return simulate(self).bubble
 
 
-#: Forwards of the largest table that is made.
+#: Forwards in the largest table that may be made.
 _MOST_ACTS = 1 << 22
 
 
@@ -161,10 +161,10 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Pipe
     """Return the schedule called ``name``.
 
     Args:
-        name: one of ``NAMES``. ``interleaved`` with one chunk on each rank is ``1f1b``, and is returned as such.
+        name: one of ``NAMES``. ``interleaved`` with one chunk on each rank returns ``1f1b``.
         ranks: along the pipeline.
-        micro_batches: in a step; ``interleaved`` takes them in groups of as many as there are ranks.
-        chunks: stages on each rank; several for ``interleaved`` alone.
+        micro_batches: in a step; ``interleaved`` needs a multiple of ``ranks``.
+        chunks: stages on each rank; more than one for ``interleaved`` only.
 
     Raises:
         ConfigError: there is no such schedule, or not for these numbers.
@@ -188,19 +188,19 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Pipe
 def simulate(
     schedule: PipelineSchedule, forward: Time = 1, backward: Time = 2, weights: Time | None = None
 ) -> ScheduleTimeline:
-    """Return when each act would run if each began as soon as its rank is free and what it takes is there.
+    """Return the time of each action if each begins as soon as its rank is free and its inputs are ready.
 
-    Sends take nothing, and all stages take as long. Times are sums of those given, and so as exact as these.
+    Sends are free and all stages take equally long. Times are sums of the given ones, so they are exact if those are.
 
     Args:
-        schedule: what runs in which order.
-        forward: how long an ``F`` takes.
-        backward: how long a ``B`` takes; or an ``I`` and a ``W`` together.
-        weights: how long a ``W`` takes; None: half of ``backward``.
+        schedule: the actions of each rank, in order.
+        forward: time of an ``F``.
+        backward: time of a ``B``, or of an ``I`` and a ``W`` together.
+        weights: time of a ``W``; None: half of ``backward``.
 
     Raises:
-        ConfigError: a time is negative or nothing takes any, or the schedule is a deadlock: each rank waits for what
-            another one, or itself, runs later.
+        ConfigError: a time is negative, all times are 0, or the schedule deadlocks: each rank waits for an action that
+            comes later in a row.
     """
     takes = _action_durations(forward, backward, weights)
     left = [deque(row) for row in schedule.table]
@@ -223,7 +223,7 @@ def simulate(
 
 
 def _check_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """Refuse a schedule that there is not."""
+    """Refuse an unknown schedule, or numbers that it does not support."""
     if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(NAMES)
         raise ConfigError(
@@ -247,8 +247,9 @@ def _check_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> N
 
 
 def _rank_actions(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterable[StageAction]:
-    """Return the acts of a rank. All schedules differ in how many forwards run before the first backward; and
-    zero-bubble in what a backward is.
+    """Return the actions of a rank.
+
+    Schedules differ in the number of forwards before the first backward; zero-bubble also splits each backward.
     """
     warm = {
         "gpipe": micro_batches,
@@ -256,7 +257,7 @@ def _rank_actions(name: str, rank: int, ranks: int, micro_batches: int, chunks: 
         "interleaved": 2 * (ranks - rank - 1) + (chunks - 1) * ranks,
         "zero-bubble": ranks - rank - 1,
     }[name]
-    # A chunk gets as many micro-batches in a row as there are ranks: then the first one has come around.
+    # A chunk runs as many micro-batches in a row as there are ranks, because then the first one has come around.
     groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
     forwards = [StageAction("F", stage, micro) for group in groups for stage in stages for micro in group]
@@ -268,17 +269,17 @@ def _rank_actions(name: str, rank: int, ranks: int, micro_batches: int, chunks: 
 def _alternate_actions(
     forwards: Sequence[StageAction], backwards: Sequence[StageAction], warm: int
 ) -> list[StageAction]:
-    """Return ``warm`` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """Return ``warm`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     pairs = zip(forwards[warm:], backwards, strict=False)
     steady = [act for pair in pairs for act in pair]
     return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
 
 
 def _split_backwards(row: Iterable[StageAction], late: int) -> Iterator[StageAction]:
-    """Divide each backward in two, and have the gradients of weights follow ``late`` micro-batches behind.
+    """Split each backward in two, with weight gradients ``late`` micro-batches after input gradients.
 
-    A rank with fewer forwards ahead than the first one may hold as many micro-batches as that: so it puts off as many
-    gradients of weights, which leaves those of inputs to the ranks before it earlier, and fills the end of the step.
+    A rank with fewer warm-up forwards than the first rank may hold as many micro-batches. So it delays that many weight
+    gradients: earlier ranks get input gradients sooner, and the delayed work fills the end of the step.
     """
     waiting: deque[StageAction] = deque()
     for act in row:
@@ -293,7 +294,7 @@ def _split_backwards(row: Iterable[StageAction], late: int) -> Iterator[StageAct
 
 
 def _count_peak_forwards(acts: Iterable[StageAction]) -> int:
-    """Return how many forwards are begun and not done with, at most."""
+    """Return the most forwards alive at once: begun, and their backward not finished."""
     alive = most = 0
     for act in acts:
         alive += {"F": 1, "B": -1, "I": 0, "W": -1}[act.kind]
@@ -302,7 +303,7 @@ def _count_peak_forwards(acts: Iterable[StageAction]) -> int:
 
 
 def _action_durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Time]:
-    """Return how long an act of each kind takes."""
+    """Return the time of an action of each kind."""
     later = backward / 2 if weights is None else weights
     takes = {"F": forward, "B": backward, "I": backward - later, "W": later}
     if min(takes.values()) < 0 or max(takes.values()) == 0:
@@ -318,7 +319,7 @@ def _action_durations(forward: Time, backward: Time, weights: Time | None) -> di
 def _deadlock_error(
     schedule: PipelineSchedule, left: Sequence[Sequence[StageAction]], ended: Container[StageAction]
 ) -> ConfigError:
-    """Return what each rank that has not ended waits for."""
+    """Return an error that names the action that each unfinished rank waits for."""
     waits = []
     for rank, row in enumerate(left):
         if row:

@@ -1,12 +1,13 @@
-"""Edges: the two ends of the way between neighbouring stages of a pipeline.
+"""Send and receive activations and their gradients between neighbouring stages of a pipeline.
 
-Over ``stage 1>2`` activations travel ahead, and their gradients back, on a channel for each: sends end when the
-receiver has come, and are not awaited before the step is over. Both ends need the same shapes, which only the sender
-knows: with the first micro-batch of each step it sends a header (:class:`TransferLayout`), over the host's channel, and
-all micro-batches of the step are like the first.
+Over ``stage 1>2`` activations travel forward and gradients back, on one channel each. Sends complete when the receiver
+has arrived; the step awaits them at its end. Only the sender knows the shapes, so it sends a header
+(:class:`TransferLayout`) over the host's channel with the first micro-batch of each step. All micro-batches of the step
+have the same layout.
 
-A rank whose stage has raised keeps to the schedule, and sends zeros: else its neighbours would wait for it, and could
-not go on after the error. Before the header it says so there, and nothing travels over the edge in this step.
+A rank with a stage that raised keeps to the schedule and sends zeros: otherwise its neighbours would wait for it and
+could not go on after the error. If it raises before the header, the header reports it, and no tensor crosses the link
+in this step.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from npuzero.errors import ContractError
 from npuzero.plan import PIPE, TENSOR
 from npuzero.shard.layout.traffic_meter import CountingMesh
 
-#: Tensors that a stage may return, and dimensions that each may have.
+#: The most tensors that a stage may return, and the most dimensions of each.
 MOST_TENSORS, MOST_DIMS = 8, 8
-_FIELDS = 3 + MOST_DIMS  # dtype, whether a gradient comes back, dimensions, sizes
+_FIELDS = 3 + MOST_DIMS  # dtype, whether a gradient returns, number of dimensions, sizes
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -44,7 +45,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Describe one tensor that travels: ``returns``: its gradient comes back."""
+    """Describe one tensor on a link; ``returns``: its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +61,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class TransferLayout:
-    """Describe what one micro-batch brings over an edge; ``bare``: a tensor, and no tuple of tensors."""
+    """Describe the tensors of one micro-batch on a link; ``bare``: a single tensor, not a tuple."""
 
     pieces: tuple[TensorMeta, ...]
     bare: bool
@@ -70,7 +71,7 @@ class TransferLayout:
 
 
 class StageOutputs(NamedTuple):
-    """Hold what a stage returned; ``bare``: a tensor, and no tuple of tensors."""
+    """Hold the outputs of a stage; ``bare``: a single tensor, not a tuple."""
 
     tensors: tuple[Tensor, ...]
     bare: bool = True
@@ -81,7 +82,7 @@ class StageOutputs(NamedTuple):
 
 
 def encode_transfer_layout(layout: TransferLayout | None) -> Tensor:
-    """Return [91] int64 that says ``layout``; None: nothing comes in this step."""
+    """Encode ``layout`` as [90] int64; None: no tensor crosses the link in this step."""
     words = [0, 0] if layout is None else [1 + layout.bare, len(layout.pieces)]
     for piece in layout.pieces if layout else ():
         sizes = [*piece.shape, *[0] * (MOST_DIMS - len(piece.shape))]
@@ -92,7 +93,7 @@ def encode_transfer_layout(layout: TransferLayout | None) -> Tensor:
 
 
 def decode_transfer_layout(said: Tensor) -> TransferLayout | None:
-    """Return what a header says."""
+    """Decode a header; None: no tensor crosses the link in this step."""
     kind, count, *words = said.tolist()
     if not kind:
         return None
@@ -102,10 +103,11 @@ def decode_transfer_layout(said: Tensor) -> TransferLayout | None:
 
 
 def check_stage_outputs(where: str, outputs: object) -> StageOutputs:
-    """Return what a stage returned, to be sent.
+    """Check the outputs of a stage and return them ready to be sent.
 
     Raises:
-        ContractError: it is no tensor, and no tuple or list of them; or of a kind that does not travel.
+        ContractError: the output is not a tensor, or a tuple or list of tensors; or a tensor's dtype, layout or number
+            of dimensions is not supported.
     """
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
     legal = isinstance(tensors, (tuple, list)) and all(isinstance(each, Tensor) for each in tensors)
@@ -128,9 +130,9 @@ def check_stage_outputs(where: str, outputs: object) -> StageOutputs:
 
 
 class _OneWayChannel:
-    """Carry tensors one way: a channel, what is under way, and whether tensor ranks share the work.
+    """Carry tensors in one direction between two stages, over one channel.
 
-    Where all tensor ranks hold the same, each sends its part alone, and those that receive gather the parts
+    If all tensor ranks hold the same activations, each sends its part, and the receivers all-gather the parts
     (Narayanan et al. 2021, section 4.1: scatter and gather).
     """
 
@@ -150,7 +152,7 @@ class _OneWayChannel:
             self._sent.append((self._channel.send(flat, self._receiver, self._tag(micro)), flat))
 
     def expect(self, micro: int, pieces: Sequence[TensorMeta]) -> None:
-        """Begin to receive what a micro-batch brings, unless that has begun."""
+        """Start to receive a micro-batch's tensors, unless already started."""
         if micro in self._coming:
             return
         coming = self._coming[micro] = []
@@ -160,12 +162,12 @@ class _OneWayChannel:
             coming.append((self._channel.recv(part, self._sender, self._tag(micro)), whole))
 
     def take(self, micro: int, pieces: Sequence[TensorMeta]) -> tuple[Tensor, ...]:
-        """Return what a micro-batch brings, once it is here."""
+        """Wait for a micro-batch's tensors and return them."""
         self.expect(micro, pieces)
         return tuple(self._whole(handle, whole) for handle, whole in self._coming.pop(micro))
 
     def finish(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until every send has been received."""
         for handle, _ in self._sent:
             handle.wait()
         self._sent = []
@@ -178,7 +180,7 @@ class _OneWayChannel:
         return whole
 
     def _part(self, flat: Tensor) -> Tensor:
-        """Return what this rank carries of ``flat``."""
+        """Return this rank's part of ``flat``."""
         group = self._group
         if group is None or flat.numel() % group.size:
             return flat
@@ -189,7 +191,7 @@ class _OneWayChannel:
 
 
 class StageLink:
-    """Be one end of the way from a stage to the next: its sender's, or its receiver's.
+    """Connect a stage to the next one: one object for the sender's end and the receiver's end.
 
     Args:
         stage: the first of the two.
@@ -197,8 +199,8 @@ class StageLink:
         repeated: all tensor ranks hold the same activations.
 
     Attributes:
-        layout: what travels in this step; None before the header, or where nothing does.
-        closed: nothing travels in this step: the sender's stage has raised before it could say what.
+        layout: the tensors that travel in this step; None before the header, or if none travels.
+        closed: no tensor travels in this step, because the sender's stage raised before the header.
     """
 
     def __init__(self, mesh: CountingMesh, stage: int, ranks: tuple[int, int], repeated: bool) -> None:
@@ -214,7 +216,7 @@ class StageLink:
         self.closed = False
 
     def begin(self) -> None:
-        """Begin a step: shapes may be others than in the last one."""
+        """Begin a step: shapes may differ from the last step's."""
         self.layout, self.closed = None, False
 
     def end(self) -> None:
@@ -228,10 +230,10 @@ class StageLink:
     # -- the sender's end ------------------------------------------------------------------------------------------
 
     def give(self, micro: int, outputs: StageOutputs | None) -> None:
-        """Send a micro-batch's activations; None: there are none, since the stage has raised.
+        """Send a micro-batch's activations; None: the stage has raised and has none.
 
         Raises:
-            ContractError: they are not like the first micro-batch's; nothing has been sent.
+            ContractError: their layout differs from the first micro-batch's; no tensor has been sent.
         """
         if self.layout is None and not self.closed:
             self._announce(None if outputs is None else outputs.layout)
@@ -248,18 +250,18 @@ class StageLink:
         self._ahead.send(micro, self._zeros(self.layout.pieces) if outputs is None else outputs.tensors)
 
     def expect_back(self, micro: int) -> None:
-        """Begin to receive a micro-batch's gradients."""
+        """Start to receive the gradients of a micro-batch's activations."""
         if self._returning:
             self._back.expect(micro, self._returning)
 
     def take_back(self, micro: int) -> tuple[Tensor, ...]:
-        """Return the gradients of those activations that have some, in order."""
+        """Return the gradients of the activations that require them, in order."""
         return self._back.take(micro, self._returning)
 
     # -- the receiver's end ----------------------------------------------------------------------------------------
 
     def expect(self, micro: int) -> None:
-        """Begin to receive a micro-batch's activations: of the first one what they will be."""
+        """Start to receive a micro-batch's activations, or the header before the first one."""
         if self.layout is not None:
             self._ahead.expect(micro, self.layout.pieces)
         elif self._heading is None and not self.closed:
@@ -267,7 +269,7 @@ class StageLink:
             self._heading = (self._host.recv(said, self._ranks[0], f"{self.name} shapes"), said)
 
     def take(self, micro: int) -> StageOutputs | None:
-        """Return a micro-batch's activations, leaves for autograd; None where the sender has raised."""
+        """Return a micro-batch's activations as autograd leaves; None if the sender has raised."""
         self.expect(micro)
         if self._heading is not None:
             handle, said = self._heading
@@ -283,7 +285,7 @@ class StageLink:
         return StageOutputs(tensors, self.layout.bare)
 
     def give_back(self, micro: int, gradients: tuple[Tensor, ...] | None) -> None:
-        """Send the gradients of a micro-batch's activations, of those that have some; None: the stage has raised."""
+        """Send the gradients of the activations that require them; None: the stage has raised."""
         if self._returning:
             self._back.send(micro, self._zeros(self._returning) if gradients is None else gradients)
 
@@ -291,7 +293,7 @@ class StageLink:
 
     @property
     def _returning(self) -> tuple[TensorMeta, ...]:
-        """Return what comes back: no gradient crosses an edge that needs none."""
+        """Return the tensors that send a gradient back: a tensor that needs none sends none."""
         return tuple(piece for piece in self.layout.pieces if piece.returns) if self.layout else ()
 
     def _announce(self, layout: TransferLayout | None) -> None:

@@ -1,8 +1,8 @@
-"""A backward pass in two halves: the gradients of a stage's inputs at once, those of its weights later.
+"""Split a backward pass in two: input gradients at once, weight gradients later.
 
-What a weight's gradient needs is what arrives at the nodes where the way to the weight leaves the way to the inputs: it
-is kept, and the second half starts from there (Qi et al. 2023, Zero Bubble Pipeline Parallelism). Weights are known by
-their nodes alone, since they may be sharded by now.
+The path to a weight leaves the path to the inputs at some autograd nodes. The gradients that arrive at these nodes are
+kept, and the second half starts from there (Qi et al. 2023, Zero Bubble Pipeline Parallelism). Weights are known by
+their nodes alone, since they may be resharded by then.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class WeightGroup:
-    """Hold weights that share nodes, and what has arrived at these.
+    """Hold weights that share nodes, and the gradients that have arrived there.
 
     Attributes:
         weights: the nodes that accumulate gradients of weights.
-        nodes: where the ways to them leave the way to the inputs.
-        arrived: gradients by node, one for each of its outputs.
+        nodes: where the paths to them leave the path to the inputs.
+        arrived: gradients by node, one for each of the node's outputs.
     """
 
     def __init__(self, weights: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -35,7 +35,7 @@ class WeightGroup:
         self.arrived: dict[Node, Gradients] = {}
 
     def keep(self, node: Node) -> Callable[[Gradients], None]:
-        """Return a hook that keeps what arrives at ``node``."""
+        """Return a hook that stores the gradients arriving at ``node``."""
 
         def hook(gradients: Gradients) -> None:
             self.arrived[node] = gradients
@@ -46,16 +46,16 @@ class WeightGroup:
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
 ) -> list[WeightGroup] | None:
-    """Add the gradients of ``inputs`` to their ``grad``; return what :func:`weight_gradients` needs.
+    """Add the gradients of ``inputs`` to their ``grad``; return the groups that :func:`weight_gradients` needs.
 
     Args:
-        outputs: that need gradients.
-        gradients: of the outputs; None: ones.
-        inputs: leaves that need gradients, one at least.
+        outputs: tensors that require gradients.
+        gradients: gradients of the outputs; None: ones.
+        inputs: leaves that require gradients, at least one.
 
     Returns:
-        None, and nothing is computed, where the two cannot be told apart: reentrant checkpointing runs a backward pass
-        of its own for both.
+        None, without computing, if the graph has reentrant checkpointing: it runs one backward pass of its own for
+            inputs and weights together.
     """
     graph = _reverse_graph(output.grad_fn for output in outputs)
     if any(node.name() == _REENTRANT for node in graph):
@@ -65,6 +65,7 @@ def input_gradients(
     ways = _find_leading_nodes([node for node in leaves if id(node.variable) in given], graph)
     groups = _group_weights([node for node in leaves if id(node.variable) not in given], ways, graph)
     hooks = [node.register_prehook(group.keep(node)) for group in groups for node in group.nodes]
+    # The graph must survive this pass: the second half runs backward through it again.
     try:
         made = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
     finally:
@@ -76,14 +77,14 @@ def input_gradients(
 
 
 def weight_gradients(groups: Sequence[WeightGroup]) -> dict[nn.Parameter, Tensor | None]:
-    """Return the gradients of those weights that the outputs depend on."""
+    """Return the gradients of the weights that the outputs depend on."""
     found: dict[nn.Parameter, Tensor | None] = {}
     for group in groups:
         arrived = [
             (node, i, each) for node in group.nodes for i, each in enumerate(group.arrived[node]) if each is not None
         ]
         edges = [GradientEdge(node, i) for node, i, _ in arrived]
-        # A node that another one of the group leads to must not get once more what arrived there.
+        # A node that another node of the group leads to must not receive its gradient a second time.
         hooks = [
             node.register_prehook(_make_replacing_hook(group.arrived[node])) for node in group.nodes[1:] and group.nodes
         ]
@@ -102,12 +103,12 @@ def _make_replacing_hook(gradients: Gradients) -> Callable[[Gradients], Gradient
     return lambda _: gradients
 
 
-#: By node those that lead to it.
+#: The predecessors of each node: nodes that lead to it.
 _Graph = dict[Node, list[Node]]
 
 
 def _reverse_graph(roots: Iterable[Node | None]) -> _Graph:
-    """Return autograd's graph from outputs on."""
+    """Return autograd's graph reachable from ``roots``, with reversed edges."""
     found: _Graph = {root: [] for root in roots if root is not None}
     ahead = deque(found)
     while ahead:
@@ -122,7 +123,7 @@ def _reverse_graph(roots: Iterable[Node | None]) -> _Graph:
 
 
 def _find_leading_nodes(nodes: Iterable[Node], graph: _Graph, until: Container[Node] = ()) -> dict[Node, bool]:
-    """Return those that lead to any of ``nodes``, with them, and no further than ``until``: whether each is of that."""
+    """Return ``nodes`` and their predecessors, stopping at ``until``; each with whether it is in ``until``."""
     found = dict.fromkeys(nodes, False)
     ahead = deque(found)
     while ahead:
@@ -135,10 +136,11 @@ def _find_leading_nodes(nodes: Iterable[Node], graph: _Graph, until: Container[N
 
 
 def _group_weights(weights: Iterable[Node], ways: Container[Node], graph: _Graph) -> list[WeightGroup]:
-    """Return weights with the nodes on the ``ways`` to the inputs that theirs leave; those that share one together."""
+    """Group weights that leave the path to the inputs at a common node."""
     groups: list[WeightGroup] = []
     for weight in weights:
         nodes = [node for node, on_the_way in _find_leading_nodes([weight], graph, ways).items() if on_the_way]
+        # A new weight joins every group that it shares a node with, so groups stay disjoint and each node starts once.
         shared = [group for group in groups if not set(nodes).isdisjoint(group.nodes)]
         groups = [group for group in groups if group not in shared]
         joined = dict.fromkeys([*(node for group in shared for node in group.nodes), *nodes])

@@ -1,9 +1,9 @@
-"""A bridge: torch's own pipeline schedules over stages that npuzero shards.
+"""Run torch's pipeline schedules over stages that npuzero shards.
 
-``torch.distributed.pipelining`` knows DistributedDataParallel and FSDP by their types, and scales the gradients that
-they leave in ``p.grad``. A stage made by :func:`npuzero.zero` has none of these: its engine reduces gradients as they
-leave autograd, and scales them in the update. This file imports ``torch.distributed.pipelining``, which takes a second,
-and is imported when somebody asks for :class:`TorchStage`.
+``torch.distributed.pipelining`` knows DistributedDataParallel and FSDP by type, and scales the gradients that they
+leave in ``p.grad``. A stage made by :func:`npuzero.zero` leaves none there: its engine reduces gradients as they leave
+autograd, and scales them in the update. Importing ``torch.distributed.pipelining`` takes a second, so this file is
+imported on first use of :class:`TorchStage`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from npuzero.shard.find_engine import engine_of
 
 
 class TorchStage(PipelineStage):
-    """Let torch's schedules (``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``) drive a sharded stage.
+    """Run a sharded stage under torch's schedules (``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``).
 
-    The schedule calls it as it calls a ``PipelineStage``; what shards, gathers and reduces is npuzero's engine, with
-    the optimizer, clipping and checkpoints that go with it. :func:`npuzero.pipeline` is the whole of it without torch's
-    runtime: it cuts the model, and its stages of one rank are one model.
+    The schedule calls it like a ``PipelineStage``; npuzero's engine shards, gathers and reduces, and its optimizer,
+    clipping and checkpoints work as usual. :func:`npuzero.pipeline` does without torch's runtime: it divides the model,
+    and all stages of a rank are one model.
 
     Args:
         module: the stage, made by :func:`npuzero.zero` with a mesh whose ``pipe`` axis has the pipeline's ranks.
-        stage_index: its number; stage i lies on rank i % (ranks of the pipeline), as torch's schedules have it.
-        num_stages: of the whole pipeline.
+        stage_index: its number; stage i is on rank i % (ranks of the pipeline), as in torch's schedules.
+        num_stages: in the pipeline.
         device: of this rank.
-        group: torch's process group of the ranks along ``pipe``: those that have this rank's place in all else. None:
+        group: torch's process group of the ranks along ``pipe`` that share this rank's index on all other axes. None:
             the default group.
-        no_sync: let the micro-batches of a step add up on each rank and reduce them once, in the last: fewer bytes for
-            plans that shard gradients, which are whole (float32) until then. Without it each is reduced as it comes.
-        shapes: ``input_args`` and ``output_args`` of a PipelineStage: tensors (on meta, too) of one micro-batch, which
-            require gradients as the real ones will. With both, the first step computes nothing to learn them.
+        no_sync: accumulate the gradients of a step's micro-batches on each rank and reduce them once, in the last:
+            fewer bytes for plans that shard gradients, which stay unsharded (float32) until then. False: reduce after
+            each micro-batch.
+        shapes: ``input_args`` and ``output_args`` of a PipelineStage: tensors of one micro-batch, possibly on meta,
+            that require gradients as the real ones will. With both, the first step skips torch's shape inference.
 
     Raises:
-        StateError: ``module`` is not made by :func:`npuzero.zero`.
-        ConfigError: in a step: a schedule that computes gradients of inputs and weights apart (zero bubble); one that
-            scales gradients (torch's do unless ``scale_grads=False``) after ``AdamW(early=True)`` has used them.
+        StateError: ``module`` was not made by :func:`npuzero.zero`.
+        ConfigError: in a step: the schedule splits the backward (zero bubble); or it scales gradients (torch's
+            schedules do unless ``scale_grads=False``) after ``AdamW(early=True)`` has used them.
 
     Example::
 
@@ -79,7 +80,7 @@ class TorchStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run one micro-batch's backward, which brings all gradients, as the schedule asks."""
+        """Run one micro-batch's backward and reduce its gradients, or accumulate them under ``no_sync``."""
         if not full_backward:
             raise ConfigError(
                 "TorchStage",
@@ -93,7 +94,9 @@ class TorchStage(PipelineStage):
 
     @collective_call("TorchStage")
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Have the update divide the gradients, summed over the ranks first; over the data ranks, collective."""
+        """Divide the gradients by a factor in the update, after finishing their reduction. Collective over the data
+        ranks.
+        """
         if grad_scale_factor == 1:
             return
         boundary = self._engine.boundary

@@ -1,17 +1,17 @@
-"""One stage of a transformers model: its own forward, of which the blocks of other stages are left out.
+"""Run one stage of a transformers model: the model's own forward, without the blocks of other stages.
 
-A section is a copy of the modules around the blocks, which shares all else with the model: blocks, hooks, config. So
-masks, positions and rotary embeddings are made on every stage as the model makes them, by code of its own.
+A section copies the modules around the blocks and shares everything else with the model: blocks, hooks, config. So
+every stage makes masks, positions and rotary embeddings by the model's own code.
 
-Between stages goes what the next stage's first block is called with. So the forward of a later stage begins with a
-stand-in of the embeddings' shape, whose values reach nothing: whatever the model does to embeddings ahead of its first
-block was done on stage 0. Blocks of earlier stages return what they get, the first of this stage takes what came
-instead, and where the first block of the next stage is called, the forward is left.
+A stage sends the input of the next stage's first block. The forward of a later stage starts from a placeholder of the
+embeddings' shape. Its values reach no block of the stage: stage 0 has already done everything that precedes the first
+block. Blocks of earlier stages return their input, the first block of this stage takes the received tensor, and the
+call of the next stage's first block ends the forward.
 
-The invariants:
+Invariants:
 
     * no section holds a block, or a tensor, of another stage;
-    * what a section holds of a call it lets go when that ends, whatever way it ends.
+    * a section drops all references to a call's tensors when the call ends, with or without an error.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from npuzero.errors import ConfigError
 from npuzero.parallel.tensor_parallel.api import sliced_blocks
 from npuzero.shard.layout.find_units import enclosing_paths
 
-#: What a stage that is not the first is not given.
+#: Arguments that only the first stage gets.
 _INPUTS = ("input_ids", "inputs_embeds")
-#: What nobody can return who has some of the blocks, or needs another forward.
+#: Outputs that need all blocks, or state of another forward.
 _REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "use_cache")
 _PLAIN = (str, int, float, bool, tuple, type(None))
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Hold what a model says of its division.
+    """Describe how a model divides into blocks.
 
     Attributes:
-        model: the module that says it.
-        arguments: names of blocks, in the order in which they are called, and of the argument that each takes.
+        model: the module that has the ``base_model_pp_plan``.
+        arguments: names of blocks, in call order, each with the name of the argument that it takes.
     """
 
     model: nn.Module
@@ -49,16 +49,16 @@ class PipelinePlan:
 
 
 def get_pipeline_plan(model: nn.Module) -> PipelinePlan | None:
-    """Return what ``model``, or a model of transformers in it, says by its ``base_model_pp_plan``; None: nothing.
+    """Return the ``base_model_pp_plan`` of ``model``, or of a transformers model in it; None if there is none.
 
     Raises:
-        ConfigError: the model is to return what a stage has not all of; it is compiled.
+        ConfigError: the model's config asks for outputs of every block; the model is compiled.
     """
     for path, module in model.named_modules():
         said: Mapping[str, Any] = vars(module).get("_pp_plan") or {}
         prefix = f"{path}." if path else ""
         arguments: dict[str, str] = {}
-        # What is called of a model's own comes behind what its base model calls.
+        # The base model's blocks (deeper names) come before the blocks of the model around it, such as the head.
         for name, (inputs, _) in sorted(said.items(), key=lambda item: -item[0].count(".")):
             parts = dict(module.named_modules(remove_duplicate=False))
             if name in parts:
@@ -83,6 +83,7 @@ def _check_stage_model(model: nn.Module, module: Any, arguments: Mapping[str, st
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in ["", *dict.fromkeys(path for name in arguments for path in enclosing_paths(f"{name}."))]:
         outer = modules[path]
+        # A compiled or replaced forward around blocks would run the original modules, not the copies of a section.
         if path not in arguments and ("_orig_mod" in outer._modules or "forward" in vars(outer)):
             raise ConfigError(
                 f"pipeline stages: {path or type(outer).__name__}",
@@ -96,7 +97,7 @@ class StageSection:
     """Compute one stage of a model.
 
     Args:
-        model: all of it; the plan's own model, or one around it.
+        model: the full model; the plan's own, or one around it.
         begin, end: the stage has the blocks ``[begin, end)`` of the plan.
     """
 
@@ -113,11 +114,11 @@ class StageSection:
         self._model = self._copied(model, "")
 
     def train(self, mode: bool) -> None:
-        """Set the mode of what is the section's alone, too."""
+        """Set the training mode of the section's own modules."""
         self._model.train(mode)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run the model's forward; return what it returns, or else what the next stage's first block is called with."""
+        """Run the model's forward; return its output, or else the input of the next stage's first block."""
         refused = [name for name in _REFUSED if options.get(name)]
         if refused:
             raise ConfigError(
@@ -143,7 +144,7 @@ class StageSection:
                 self._begin.given = None
 
     def _copied(self, module: nn.Module, path: str) -> nn.Module:
-        """Return a copy of a module around blocks, with what stands for its parts."""
+        """Return a copy of a module around blocks, with stand-ins for its parts."""
         copied = copy.copy(module)
         copied._modules = {
             name: part if part is None else self._standing(part, f"{path}.{name}".lstrip("."))
@@ -152,7 +153,7 @@ class StageSection:
         return copied
 
     def _standing(self, part: nn.Module, path: str) -> nn.Module:
-        """Return what stands for a part of the model in this section."""
+        """Return the module that replaces ``part`` in this section."""
         if path in self._paths:
             return self._copied(part, path)
         if path == self._entered:
@@ -164,7 +165,7 @@ class StageSection:
 
 
 def _count_sequence_slices(model: nn.Module, names: list[str], begin: int) -> int:
-    """Return of how many slices of a sequence the block ``begin`` gets one, by what tensor parallelism does."""
+    """Return the number of sequence slices at block ``begin``, if tensor parallelism slices sequences there; else 1."""
     for path, module in model.named_modules():
         found = sliced_blocks(module)
         if found is not None:
@@ -174,7 +175,7 @@ def _count_sequence_slices(model: nn.Module, names: list[str], begin: int) -> in
 
 
 def _make_placeholder(hidden: Tensor, slices: int) -> Tensor:
-    """Return what has the shape of the embeddings of whole sequences, and memory for one element."""
+    """Return a tensor with the embeddings' shape for unsliced sequences and memory for one element."""
     batch, seq, *features = hidden.shape
     return hidden.detach().new_zeros(()).expand(batch, seq * slices, *features)
 
@@ -184,14 +185,17 @@ def _get_first_argument(args: tuple[Any, ...], options: dict[str, Any], argument
 
 
 class _StageExit(BaseException):
-    """Leave the forward where the next stage begins. It is no error, and nobody who catches errors is to have it."""
+    """End the forward where the next stage begins.
+
+    It is not an error: as a BaseException it passes handlers that catch Exception.
+    """
 
     def __init__(self, given: Any) -> None:
         self.given = given
 
 
 class _PassThroughBlock(nn.Module):
-    """Stand for a block of another stage, of which the model may read plain attributes."""
+    """Replace a block of another stage, keeping the plain attributes that the model may read."""
 
     def __init__(self, block: nn.Module, argument: str) -> None:
         super().__init__()
@@ -204,7 +208,7 @@ class _PassThroughBlock(nn.Module):
 
 
 class _StageEntryBlock(nn.Module):
-    """Stand for the first block of a later stage: it takes what the stage before has sent."""
+    """Wrap the first block of a later stage: its input is the tensor that the previous stage sent."""
 
     def __init__(self, block: nn.Module, argument: str) -> None:
         super().__init__()
@@ -235,7 +239,7 @@ class _StageEntryBlock(nn.Module):
 
 
 class _StageExitBlock(nn.Module):
-    """Stand for the first block of the next stage."""
+    """Replace the first block of the next stage: end the forward there."""
 
     def __init__(self, argument: str) -> None:
         super().__init__()

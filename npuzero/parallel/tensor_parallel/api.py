@@ -1,7 +1,7 @@
-"""Tensor parallelism: Linears and embeddings cut over neighbouring ranks, which compute each layer together.
+"""Tensor parallelism: divide Linears and embeddings over neighbouring ranks, which compute each layer together.
 
-The model's modules stay what they are. ``tensor`` notes cuts and relations on the parameters, which ``npuzero.zero``
-reads, and sets forward hooks that call the collectives; it is called in between::
+The model's modules keep their classes. ``tensor`` marks cuts and relations on the parameters, which ``npuzero.zero``
+reads, and registers forward hooks that call the collectives. Call it before ``zero``::
 
     model = npuzero.parallel.tensor(model, mesh, mode="msp")
     model = npuzero.zero(model, stage=3, mesh=mesh)
@@ -10,15 +10,15 @@ With A = bytes of activations [batch, sequence, hidden] and R = (t - 1) / t over
 forward and backward:
 
     ====  =============================  =============================  ==================  ===============
-    mode  before the region              behind it                      bytes               norms' gradients
+    mode  before the region              after it                       bytes               norms' gradients
     ====  =============================  =============================  ==================  ===============
     mtp   nothing, all_reduce            all_reduce, nothing            4 R A               repeated
     msp   all_gather, reduce_scatter     reduce_scatter, all_gather     4 R A               summed
-    fsp   as msp, and an all_gather in backward of what it has not saved  5 R A             summed
+    fsp   as msp, and an all_gather in backward of inputs not saved     5 R A               summed
     ====  =============================  =============================  ==================  ===============
 
 Sources: mtp is Megatron-LM (Shoeybi et al. 2019, section 3), msp its sequence parallelism (Korthikanti et al. 2022,
-section 4.2.2), and fsp InternEvo's form of it, which saves slices alone.
+section 4.2.2), and fsp InternEvo's variant, which saves only slices.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _SLICED = "_npuzero_sliced_blocks"
 
 @dataclass(frozen=True)
 class ActivationMode:
-    """Describe where activations lie between regions.
+    """Describe how activations are stored between regions.
 
     Attributes:
-        sliced: each rank has its slice of the sequence there; else all have all of it.
-        thrifty: of inputs gathered for a region only the slice is saved for backward.
+        sliced: each rank has its slice of the sequence; else every rank has the full sequence.
+        thrifty: save only this rank's slice of an all-gathered input for backward.
     """
 
     sliced: bool
@@ -74,16 +74,18 @@ MODES = {"mtp": ActivationMode(False, False), "msp": ActivationMode(True, False)
 
 @refuse_unknown_keywords(tp_plan="plan", parallelize_plan="plan", device_mesh="mesh")
 def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = None) -> _Model:
-    """Divide the layers of ``model`` over the tensor ranks of ``mesh``; before :func:`npuzero.zero`, on every rank.
+    """Divide the layers of ``model`` over the tensor ranks of ``mesh``, on every rank, before :func:`npuzero.zero`.
 
-    Every tensor rank of a group is to see the same batch. Parameters stay whole until ``zero``, so that they may be
-    initialised or loaded as usual; the model computes after it.
+    Every tensor rank of a group must see the same batch. Parameters stay unsharded until ``zero``, so they can be
+    initialised or loaded as usual; run the model after ``zero`` only.
 
     Args:
-        model: its Linears and Embeddings are cut; blocks in an nn.ModuleList take and return [batch, sequence, hidden].
+        model: its Linears and Embeddings are divided; blocks in an nn.ModuleList take and return [batch, sequence,
+            hidden].
         mesh: of all ranks, see :func:`npuzero.mesh`.
-        mode: ``mtp``: activations between layers are whole on every rank. ``msp``: each rank has its slice of the
-            sequence there. ``fsp``: as msp, and saves no more than the slice of what it gathers. See docs/tensor.md.
+        mode: ``mtp``: every rank has the full activations between layers. ``msp``: each rank has its slice of the
+            sequence there instead. ``fsp``: as msp, and saves only the slice of an all-gathered input. See
+            docs/tensor.md.
         plan: words by patterns of module names, such as ``{"layers.*.mlp.up": "colwise", ...}``; None: the model's own
             (``base_model_tp_plan`` of transformers).
 
@@ -92,8 +94,8 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
 
     Raises:
         ConfigError: tensor ranks do not divide heads, key-value heads, features or the vocabulary; a pattern matches
-            nothing; a word is refused or unknown; columns are cut without rows; a tied parameter is cut in one of its
-            places; there is dropout under mtp; ranks differ in mesh, mode or plan.
+            nothing; a word is refused or unknown; columns are cut without rows; a tied parameter is cut under one name
+            only; there is dropout under mtp; ranks differ in mesh, mode or plan.
         StateError: the model is sharded already.
 
     Example::
@@ -141,7 +143,7 @@ def repeats_activations(model: nn.Module) -> bool:
 
 
 def tensor_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes that this rank has sent along the tensor axis for activations, by the collective's name.
+    """Return the bytes of activations that this rank has sent along the tensor axis, by collective.
 
     Raises:
         StateError: the model is not divided.
@@ -164,15 +166,13 @@ def tensor_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def sliced_blocks(model: nn.Module) -> tuple[str, str, int] | None:
-    """Return the first and the last block that compute a slice of the sequence on each tensor rank, and the number of
-    slices; None: ``model`` is not divided so.
-    """
+    """Return (first block, last block, slices) of the blocks between which tensor ranks slice the sequence, or None."""
     found: tuple[str, str, int] | None = vars(model).get(_SLICED)
     return found
 
 
 def _agree_on_division(mesh: Mesh, mode: str, make: Callable[[], TensorDivision]) -> TensorDivision:
-    """Return the division that all ranks make; if one cannot, or makes another, every rank raises."""
+    """Return the division that all ranks agree on; if a rank fails or differs, every rank raises."""
     error: NpuZeroError | None = None
     division = TensorDivision({})
     try:
@@ -185,6 +185,7 @@ def _agree_on_division(mesh: Mesh, mode: str, make: Callable[[], TensorDivision]
     )
     if error is not None:
         raise error
+    # Mesh and mode must match on all ranks, plan and model only within this rank's tensor group.
     group = [said[rank] for rank in mesh.ranks((TENSOR,))]
     for whose, known in (
         ("mesh and mode", [each[:2] for each in said]),
@@ -202,7 +203,7 @@ def _agree_on_division(mesh: Mesh, mode: str, make: Callable[[], TensorDivision]
 
 
 def mark_parameters(model: nn.Module, division: TensorDivision) -> None:
-    """Write cuts and relations on the parameters."""
+    """Mark cuts and relations on the parameters."""
     for name, cut in division.cuts.items():
         cut_parameter(model.get_parameter(name), cut)
     for name, parameter in model.named_parameters():
@@ -211,8 +212,10 @@ def mark_parameters(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _register_rule_hooks(model: nn.Module, division: TensorDivision, group: Communicator, mode: ActivationMode) -> None:
-    """Set the hooks of all words."""
+    """Register the hooks of all rules."""
     inputs_of: dict[tuple[str, bool], ColumnLinearInputs] = {}
+    # Linears of one region share a ColumnLinearInputs, so that their common input is all-gathered once. Row Linears
+    # come after: they look up the inputs of the region that they end, to release them.
     for around, columns in division.regions.items():
         for path in columns:
             sliced, linear = division.in_stack(path), get_linear(model, path)
@@ -240,7 +243,7 @@ def _register_rule_hooks(model: nn.Module, division: TensorDivision, group: Comm
 
 
 def _shard_loss(model: Any, group: Communicator) -> None:
-    """Have a causal model of transformers compute its loss of logits that each rank has a part of."""
+    """Make a causal transformers model compute its loss from logits with a sharded vocabulary."""
     if getattr(model, "loss_type", None) != "ForCausalLM":
         return
 

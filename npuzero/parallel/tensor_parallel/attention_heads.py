@@ -1,7 +1,7 @@
-"""Attention heads of a module, as its attributes say them: checked before they are divided over tensor ranks.
+"""Attention heads of a module, read from its attributes, checked and divided over tensor ranks.
 
-A head is never cut. Modules know how many they have by attributes of well-known names, or by a config; each rank's must
-say how many the rank has, since forwards shape by them.
+A head is never cut. Modules have their number of heads in attributes of well-known names, or in a config. On each rank
+these must hold the rank's number, since forwards shape tensors by them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import nn
 from npuzero.errors import ConfigError
 from npuzero.plan import divisors
 
-#: Attributes of attention modules, and of configs, that say how many heads there are.
+#: Attributes of attention modules, and of configs, that hold the number of heads.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 HEAD_SIZE = ("head_dim", "head_size")
-#: Attributes that say how many features, of one of the things packed, there are behind Linears cut by columns.
+#: Attributes that hold the number of features, of one packed tensor, after Linears cut by columns.
 FEATURES = ("split_size", "all_head_size", "inner_dim", "q_size", "kv_size", "intermediate_size")
 
 
 def head_counts(module: nn.Module) -> tuple[int, int]:
-    """Return how many heads queries have, and how many keys and values; 0: it is no attention, or says nothing."""
+    """Return the numbers of query heads and of key-value heads; 0: not an attention, or unknown."""
     if not is_attention(module):
         return 0, 0
     queries = _find_head_count(module, HEADS)
@@ -31,12 +31,12 @@ def head_counts(module: nn.Module) -> tuple[int, int]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Tell whether ``module`` itself says how many heads it has, or how large one is."""
+    """Return whether ``module`` itself has an attribute for the number or the size of heads."""
     return any(_read_positive_count(module, name) for name in (*HEADS, *KEY_VALUE_HEADS, *HEAD_SIZE))
 
 
 def head_size(module: nn.Module) -> int:
-    """Return how many features a head has; 0: ``module`` says nothing."""
+    """Return the number of features of a head; 0: unknown."""
     return next((size for name in HEAD_SIZE if (size := _read_positive_count(module, name))), 0)
 
 
@@ -44,7 +44,7 @@ def check_attention_heads(path: str, module: nn.Module, ranks: int) -> None:
     """Check that tensor ranks divide the heads of an attention.
 
     Raises:
-        ConfigError: they do not; it says how many would.
+        ConfigError: they do not; the error lists the numbers of ranks that do.
     """
     queries, keys = head_counts(module)
     for what, count in (("heads", queries), ("key-value heads", keys)):
@@ -61,10 +61,10 @@ def check_attention_heads(path: str, module: nn.Module, ranks: int) -> None:
 
 
 def check_features(path: str, module: nn.Module, spans: tuple[int, ...], ranks: int) -> None:
-    """Check that tensor ranks divide the heads that the spans of one weight of an attention have.
+    """Check that tensor ranks divide the heads in each span of an attention's weight.
 
     Raises:
-        ConfigError: they would cut through a head; it says how many ranks would not.
+        ConfigError: they would cut through a head; the error lists the numbers of ranks that would not.
     """
     size = head_size(module)
     if not size or all(span % (size * ranks) == 0 for span in spans):
@@ -82,7 +82,7 @@ def check_features(path: str, module: nn.Module, spans: tuple[int, ...], ranks: 
 
 
 def divide_attributes(module: nn.Module, ranks: int) -> None:
-    """Have the attributes of a module around cut Linears, and its config, say what one of ``ranks`` has."""
+    """Divide the head and feature counts in the attributes and the config of a module by ``ranks``."""
     for name in (*HEADS, *KEY_VALUE_HEADS, *FEATURES):
         if count := _read_positive_count(module, name):
             setattr(module, name, count // ranks)
@@ -96,13 +96,13 @@ def divide_attributes(module: nn.Module, ranks: int) -> None:
 
 
 class RankConfig:
-    """Show a config as it is, but for the numbers of heads, which are those of one rank."""
+    """Forward all attributes of a config except the numbers of heads, which are this rank's."""
 
     def __init__(self, config: Any, **counts: int) -> None:
         self.__dict__.update(counts, _config=config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_config":  # asked for by copy before there is any
+        if name.startswith("__") or name == "_config":  # copy asks for these before __init__ has run
             raise AttributeError(name)
         return getattr(self._config, name)
 
@@ -113,7 +113,7 @@ def _read_positive_count(owner: Any, name: str) -> int:
 
 
 def _find_head_count(module: nn.Module, names: tuple[str, ...]) -> int:
-    """Return the first of the counts that ``module``, or else its config, says."""
+    """Return the first count found in ``module``, or else in its config."""
     owners = (module, getattr(module, "config", None))
     return next((count for owner in owners for name in names if (count := _read_positive_count(owner, name))), 0)
 

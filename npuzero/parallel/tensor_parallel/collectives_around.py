@@ -1,11 +1,11 @@
-"""What stands around cut Linears, embeddings and blocks: forward hooks with the collectives of each mode.
+"""Forward hooks around cut Linears, embeddings and blocks, with the collectives of each mode.
 
-Linears that take one input share what is done to it: the first of them to be called has it copied or gathered, and the
-others take the same tensor. Invariants:
+Linears with a common input share its collective: the first one called copies or all-gathers the input, and the
+remaining ones take the same tensor. Invariants:
 
-    * an input is held no longer than until all of its region's Linears, or the one behind them, have been called;
-    * the bias of a Linear cut by rows is added once, behind the sum of the ranks' parts: that Linear runs without it;
-    * under ``fsp`` autograd saves this rank's slice of an input, and who first needs the whole gathers it for all.
+    * an input is released as soon as all Linears of its region, or the row Linear after them, have been called;
+    * the bias of a Linear cut by rows is added once, after the sum of the ranks' parts: that Linear runs without it;
+    * under ``fsp`` autograd saves this rank's slice of an input; the first unpack in backward all-gathers it for all.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from npuzero.parallel.functions import (
 )
 from npuzero.plan import divisors
 
-#: The dimension of activations that has positions.
+#: The sequence dimension of activations.
 SEQUENCE_DIM = 1
 
 
 class ColumnLinearInputs:
-    """Stand before Linears that may share an input, each cut by columns.
+    """Prepare the input of Linears cut by columns, which may share one.
 
     Args:
         sliced: the input is this rank's slice of the sequence.
-        thrifty: of the gathered input only the slice is saved for backward.
-        around: the module that gets the input, and shapes by it what these Linears return; None: none does.
+        thrifty: save only the slice of the gathered input for backward.
+        around: the module that must get the gathered input, because it shapes these Linears' outputs by it; None: no
+            module does.
     """
 
     def __init__(self, group: Communicator, sliced: bool, thrifty: bool, around: nn.Module | None = None) -> None:
@@ -48,9 +49,9 @@ class ColumnLinearInputs:
         self._sliced = sliced
         self._thrifty = thrifty
         self._linears: set[nn.Module] = set()
-        self._waiting: set[nn.Module] = set()  # for the present input
+        self._waiting: set[nn.Module] = set()  # Linears that have not yet taken the present input
         self._given: Tensor | None = None
-        self._version = 0  # of what was given
+        self._version = 0  # autograd version of the given input
         self._taken: Tensor | None = None
         self._saving: saved_tensors_hooks | None = None
         self._open: saved_tensors_hooks | None = None
@@ -59,7 +60,7 @@ class ColumnLinearInputs:
             around.register_forward_pre_hook(self._before_all, with_kwargs=True)
 
     def serve(self, linear: nn.Linear) -> None:
-        """Have ``linear`` take its input from here."""
+        """Register the hooks that give ``linear`` its input."""
         self._linears.add(linear)
         if not self._around:
             linear.register_forward_pre_hook(self._before)
@@ -68,7 +69,7 @@ class ColumnLinearInputs:
             linear.register_forward_hook(self._end_saving, always_call=True)
 
     def forget(self) -> None:
-        """Let go of the present input."""
+        """Release the present input."""
         self._given = self._taken = self._saving = None
         self._waiting.clear()
 
@@ -109,14 +110,14 @@ class ColumnLinearInputs:
 
 
 class _SavedInputSlice:
-    """Keep this rank's slice of a gathered input for backward, in place of all of it."""
+    """Save this rank's slice of a gathered input for backward, in place of the full input."""
 
     def __init__(self, own: Tensor, whole: Tensor, group: Communicator) -> None:
         self._own = own
         self._group = group
         self._storage = whole.untyped_storage().data_ptr()
         self._users = 0
-        self._left = 0  # of them, in this backward
+        self._left = 0  # unpacks still to come in this backward
         self._whole: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
@@ -138,17 +139,17 @@ class _SavedInputSlice:
 
 
 def gather_output(linear: nn.Linear, group: Communicator) -> None:
-    """Have a Linear cut by columns return all of its features."""
+    """Make a Linear cut by columns return all features."""
     linear.register_forward_hook(lambda _linear, _args, output: gather_replicated(output, group, -1))
 
 
 class RowLinearOutputs:
-    """Stand around a Linear cut by rows: its outputs are parts of a sum.
+    """Sum the outputs of a Linear cut by rows, which are partial sums.
 
     Args:
-        sliced: each rank gets its slice of the sequence of the sum; else all of it.
-        whole: the Linear's input is whole, and alike on all ranks.
-        inputs: of its region, which are not needed any more.
+        sliced: reduce-scatter the sum along the sequence; else all-reduce it.
+        whole: the Linear's input is full and the same on all ranks.
+        inputs: the inputs of its region, to be released.
     """
 
     def __init__(
@@ -171,16 +172,16 @@ class RowLinearOutputs:
         if self._inputs is not None:
             self._inputs.forget()
         linear.__dict__.pop("bias", None)
-        if output is None:  # it has raised
+        if output is None:  # the forward has raised
             return None
         done = reduce_scatter_dim(output, self._group, SEQUENCE_DIM) if self._sliced else self._summed(output)
         return done + linear.bias if self._biased else done
 
     def _summed(self, output: Tensor) -> Tensor:
-        """Return the sum of the ranks' outputs: in their place, where that is seen by nobody else.
+        """Return the sum of the ranks' outputs, in place if no other code can see the output.
 
-        The gradient of a sum is each part's, so autograd has nothing to do, unless derivatives of gradients are asked
-        for; had anything saved the output for backward, its version would tell.
+        The gradient of a sum is the gradient of each part, so autograd needs no function, except for double backward.
+        If autograd had saved the output, its version counter would reveal the write.
         """
         if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
             return all_reduce_sum(output, self._group)
@@ -196,7 +197,7 @@ class RowLinearOutputs:
 
 
 class ShardedEmbeddingRows:
-    """Stand around an embedding of which this rank has the rows ``[first, first + rows)``."""
+    """Look up an embedding with the rows ``[first, first + rows)`` on this rank, and all-reduce the outputs."""
 
     def __init__(self, embedding: nn.Embedding, group: Communicator, rows: int) -> None:
         self._group = group
@@ -210,7 +211,9 @@ class ShardedEmbeddingRows:
     def _before(self, embedding: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids = args[0] - self._first
         self._elsewhere = (ids < 0) | (ids >= self._rows)
-        strange = (args[0] < 0) | (args[0] >= self._rows * self._group.size)  # for the lookup itself to refuse
+        strange = (args[0] < 0) | (
+            args[0] >= self._rows * self._group.size
+        )  # made -1, so that the lookup itself raises
         self._padding = embedding.padding_idx
         own = -1 if self._padding is None else self._padding - self._first
         embedding.padding_idx = own if 0 <= own < self._rows else None
@@ -224,7 +227,7 @@ class ShardedEmbeddingRows:
 
 
 def slice_sequence_between(first: nn.Module, last: nn.Module, group: Communicator) -> None:
-    """Have each rank compute its slice of the sequence from ``first`` to ``last``, which are called in this order."""
+    """Slice the sequence over ranks from ``first`` to ``last``, which are called in this order."""
     first.register_forward_pre_hook(_make_slicing_hook(group), with_kwargs=True)
     last.register_forward_hook(_make_gathering_hook(group))
 
@@ -240,7 +243,7 @@ def _make_slicing_hook(group: Communicator) -> Callable[..., tuple[Any, Any]]:
 def _replace_activations(
     args: tuple[Any, ...], kwargs: dict[str, Any], become: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
-    """Return the arguments of a call, with its activations replaced: the first argument, or ``hidden_states``."""
+    """Return a call's arguments with the activations replaced: the first argument, or ``hidden_states``."""
     if args:
         return (become(args[0]), *args[1:]), kwargs
     tensors = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]

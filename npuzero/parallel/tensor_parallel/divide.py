@@ -1,11 +1,12 @@
-"""The division of a model over tensor ranks, as data: what is cut, how, and what each parameter is to the ranks.
+"""Divide a model over tensor ranks, as data: which parameters are cut, how, and the relation of the others.
 
-``build_tensor_division`` reads a plan of words and looks at nothing but names, types, shapes and attributes; no rank is
-asked, so all come to the same, or to the same error.
+``build_tensor_division`` reads a plan and looks only at names, types, shapes and attributes. It needs no communication,
+so all ranks get the same result, or the same error.
 
-A *region* is computed by parts: it begins where Linears cut by columns take one input, and ends behind a Linear cut by
-rows. What lies in it whole (the norm of each head of queries) sees other heads on each rank; what lies outside sees the
-same on all of them, or under ``msp`` and ``fsp`` other positions, between the first and the last block.
+In a *region* each rank computes a part: it begins where Linears cut by columns take one input, and ends after a Linear
+cut by rows. An uncut parameter in it, such as the norm of query heads, sees different heads on each rank. Outside, it
+sees the same activations on all ranks, or under ``msp`` and ``fsp``, between the first and last block, different
+positions.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from npuzero.parallel.tensor_parallel.attention_heads import (
 from npuzero.parallel.tensor_parallel.plan_words import PlanRule, RuleKind, Words, parse_plan_rule
 from npuzero.plan import TENSOR, Cut, Relation
 
-#: Linears that transformers' plans gather because several things are packed in them, one after the other.
+#: Linears that transformers' plans gather because they hold several packed tensors.
 _PACKED = ("gate_up_proj", "qkv_proj")
 _MIXERS = re.compile(r"attention|attn|mamba|conv|ssm|lstm|gru|rnn", re.IGNORECASE)
 
 
 @dataclass
 class TensorDivision:
-    """Hold what becomes of a model.
+    """Hold the division of a model over tensor ranks.
 
     Attributes:
-        words: of modules, by path.
-        cuts: of parameters, by path.
-        relations: along the tensor axis, of parameters that are not cut; those left out are repeated.
+        words: rules of modules, by path.
+        cuts: cuts of parameters, by path.
+        relations: relations of uncut parameters along the tensor axis; a missing one is ``repeated``.
         regions: Linears cut by columns that may share an input, by the path of the module around them.
-        ends: Linears cut by rows, and the region that each ends.
-        stack: paths of the first and last block, between which each rank has a slice of the sequence; None: nowhere.
-        gathered: paths of modules in them whose input all their Linears take: attentions, which shape by it.
-        owners: paths of modules whose attributes say what a rank has.
+        ends: Linears cut by rows, each with the region that it ends.
+        stack: paths of the first and last block, between which each rank has a slice of the sequence; None: not sliced.
+        gathered: paths of modules in the stack that must get the gathered input themselves: attentions shape by it.
+        owners: paths of modules with attributes that must hold this rank's counts.
     """
 
     words: dict[str, PlanRule]
@@ -58,23 +59,23 @@ class TensorDivision:
     owners: list[str] = field(default_factory=list)
 
     def of(self, kind: RuleKind, whole: bool | None = None) -> list[str]:
-        """Return the paths of modules with words of ``kind``; ``whole``: where activations are, or are not."""
+        """Return the paths of modules with rules of ``kind``; ``whole``: only with, or without, full activations."""
         return [path for path, word in self.words.items() if word.kind is kind and whole in (None, word.whole)]
 
     def in_stack(self, path: str) -> bool:
-        """Tell whether ``path`` lies in the blocks, in which each rank has a slice of the sequence."""
+        """Return whether ``path`` is in the blocks between which each rank has a slice of the sequence."""
         return self.stack is not None and f".{path}".startswith(f".{parent_path(self.stack[0])}.".replace("..", "."))
 
 
 def build_tensor_division(model: nn.Module, plan: Words | None, ranks: int, sliced: bool) -> TensorDivision:
-    """Return how ``model`` is divided over ``ranks`` tensor ranks.
+    """Return the division of ``model`` over ``ranks`` tensor ranks.
 
     Args:
-        plan: words by patterns; None: the model's own.
-        sliced: whether sequences are sharded outside of the regions.
+        plan: words by patterns; None: the model's own plan.
+        sliced: whether sequences are sharded outside the regions.
 
     Raises:
-        ConfigError: it cannot be, or not so that one process would compute the same.
+        ConfigError: the model cannot be divided, or would compute another result than one process.
     """
     division = TensorDivision(_match_plan_rules(model, plan))
     _divide_packed_linears(model, division)
@@ -90,7 +91,7 @@ def build_tensor_division(model: nn.Module, plan: Words | None, ranks: int, slic
 
 
 def parent_path(path: str) -> str:
-    """Return the path of the module that has the module or parameter ``path``."""
+    """Return the path of the module that holds the module or parameter ``path``."""
     return path.rpartition(".")[0]
 
 
@@ -111,7 +112,7 @@ def _division_error(what: str, *, expected: str, got: str, do: str) -> ConfigErr
 
 
 def _match_plan_rules(model: nn.Module, plan: Words | None) -> dict[str, PlanRule]:
-    """Return the word of each module that a pattern of the plan names."""
+    """Return the rule of each module that a pattern of the plan matches."""
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     prefix = f"(?:{re.escape(base)}\\.)?" if (base := getattr(model, "base_model_prefix", "")) else ""
@@ -120,7 +121,7 @@ def _match_plan_rules(model: nn.Module, plan: Words | None) -> dict[str, PlanRul
         matches = re.compile(prefix + re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
         named = [name for name in modules if matches(name)]
         inside = [name for name in parameters if matches(name)]
-        if named or inside or plan is not None:  # a model's own plan has patterns for each of its forms
+        if named or inside or plan is not None:  # a model's own plan has patterns for all its variants
             found.update(dict.fromkeys(named, parse_plan_rule(pattern, said)))
             if not named:
                 other.append((pattern, inside))
@@ -132,7 +133,7 @@ def _match_plan_rules(model: nn.Module, plan: Words | None) -> dict[str, PlanRul
             do="Divide the model itself, not what wraps it (adapters of PEFT do not go with tensor ranks), or give a "
             "plan= of the names in named_modules().",
         )
-    for pattern, inside in other:  # after all words: what is refused by its word is refused by that
+    for pattern, inside in other:  # after all rules, so that a refused word is reported first
         known = {re.sub(r"\.\d+", ".*", name) for name in modules}
         raise _division_error(
             "plan",
@@ -158,10 +159,11 @@ def _get_model_plan(model: nn.Module) -> Words:
 
 
 def _divide_packed_linears(model: nn.Module, division: TensorDivision) -> None:
-    """Divide what is packed span by span, where a plan gathers it and splits it again.
+    """Divide packed Linears span by span where a plan gathers their outputs and splits them again.
 
-    So say transformers' plans of Phi-3 and GLM-4, whose ranks would then all compute all heads.
+    transformers' plans of Phi-3 and GLM-4 do so: all ranks would compute all heads.
     """
+    # Both sides of a module change together: a split input after an ungathered output would be cut twice.
     for owner in {parent_path(path) for path in division.of(RuleKind.COLUMNS, whole=True)}:
         columns = [path for path in division.of(RuleKind.COLUMNS, whole=True) if parent_path(path) == owner]
         rows = [path for path in division.of(RuleKind.ROWS, whole=True) if parent_path(path) == owner]
@@ -171,9 +173,11 @@ def _divide_packed_linears(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _check_rule_kinds(model: nn.Module, division: TensorDivision) -> None:
-    """Check that words of Linears and embeddings stand at such."""
+    """Check that each rule is for a module type that it can divide."""
     for path, word in division.words.items():
         module = model.get_submodule(path)
+        # An adapter may wrap the module itself or its parent, so both are looked at. OUTSIDE cuts nothing, so adapters
+        # may have it.
         adapter = next((each for each in (path, parent_path(path)) if _is_adapter(model.get_submodule(each))), None)
         if adapter is not None and word.kind is not RuleKind.OUTSIDE:
             raise _division_error(
@@ -204,7 +208,7 @@ def _check_rule_kinds(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Tell whether ``module`` stands around a layer whose place it has taken, as PEFT's adapters do."""
+    """Return whether ``module`` wraps a layer that it has replaced, as PEFT's adapters do."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
@@ -212,8 +216,9 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _join_regions(division: TensorDivision) -> None:
-    """Find which Linears share an input, and that each cut by columns has one cut by rows behind it."""
+    """Group Linears that share an input into regions, and check that each region has columns and rows."""
     columns, rows = division.of(RuleKind.COLUMNS, whole=False), division.of(RuleKind.ROWS, whole=False)
+    # A region is the smallest module around both sides, so columns and rows must find each other's.
     begins = {path: _find_enclosing_path(path, rows) for path in columns}
     ends = {path: _find_enclosing_path(path, columns) for path in rows}
     for path, around in begins.items():
@@ -239,7 +244,7 @@ def _join_regions(division: TensorDivision) -> None:
 
 
 def _find_enclosing_path(path: str, others: list[str]) -> str | None:
-    """Return the path of the smallest module around ``path`` that has one of ``others``, too."""
+    """Return the path of the smallest module around ``path`` that also holds one of ``others``."""
     around = path
     while around:
         around = parent_path(around)
@@ -255,8 +260,9 @@ def _find_block_path(path: str) -> str | None:
 
 
 def _find_block_stack(model: nn.Module, division: TensorDivision) -> None:
-    """Find the blocks between which sequences are sharded: one list has all that is cut, but for the vocabulary."""
+    """Find the blocks between which sequences are sharded: one list must hold all cuts except the vocabulary's."""
     cut = [path for kind in (RuleKind.COLUMNS, RuleKind.ROWS) for path in division.of(kind)]
+    # A gathered Linear outside all blocks, such as the head, may stay outside: it returns full features.
     places = {path: _find_block_path(path) for path in cut if _find_block_path(path) or not division.words[path].whole}
     lists = {parent_path(block) for block in places.values() if block is not None}
     if len(lists) != 1 or None in places.values():
@@ -274,13 +280,15 @@ def _find_block_stack(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _mixes_positions(module: nn.Module) -> bool:
-    """Tell whether a module is known to mix positions."""
+    """Return whether a module is known to mix positions."""
     return is_attention(module) or _MIXERS.search(type(module).__name__) is not None
 
 
 def _check_no_mixing(model: nn.Module, division: TensorDivision) -> None:
-    """Check that nothing between the first and the last block mixes positions that lie on several ranks."""
+    """Check that no module between the first and last block mixes positions of several ranks."""
     cut = [*division.of(RuleKind.COLUMNS), *division.of(RuleKind.ROWS)]
+    # Only a module around cut Linears gets the gathered sequence. A block itself gets a slice, so an attention without
+    # a module of its own inside the block cannot be divided.
     owners = {parent_path(path) for path in cut} - {_find_block_path(path) for path in cut}
     for path, module in model.named_modules():
         within = any(f"{path}.".startswith(f"{owner}.") for owner in owners)
@@ -314,8 +322,9 @@ def _check_no_mixing(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _check_dropout(model: nn.Module, division: TensorDivision) -> None:
-    """Check that ranks which hold the same activations do not drop different ones."""
+    """Check that ranks with the same activations do not apply different dropout."""
     whole = {parent_path(path) for kind in (RuleKind.COLUMNS, RuleKind.ROWS) for path in division.of(kind, whole=True)}
+    # Inside the stack each rank drops elements of its own slice, except in modules with gathered activations.
     for path, module in model.named_modules():
         if division.in_stack(path) and path not in whole:
             continue
@@ -334,7 +343,9 @@ def _check_dropout(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _assign_cuts(model: nn.Module, division: TensorDivision, ranks: int) -> None:
-    """Note the cut of each parameter, where ``ranks`` divide it; in attentions, by whole heads."""
+    """Set the cut of each parameter, if ``ranks`` divide it; in attentions, by full heads."""
+    # Heads are checked before shapes, because their error names the head counts. The cut of rows leaves the bias uncut:
+    # it is added once after the sum.
     columns = division.of(RuleKind.COLUMNS, whole=False)
     regions = {around for around, paths in division.regions.items() if not division.words[paths[0]].whole}
     division.owners = sorted({parent_path(path) for path in columns} | (regions - {""}))
@@ -362,18 +373,19 @@ def _assign_cuts(model: nn.Module, division: TensorDivision, ranks: int) -> None
 
 
 def _is_only_region(division: TensorDivision, path: str) -> bool:
-    """Tell whether the module around a Linear is of its region alone, so that its heads are this Linear's."""
+    """Return whether the module around a Linear has one region, so that its heads are this Linear's."""
     return sum(parent_path(row) == parent_path(path) for row in division.of(RuleKind.ROWS)) == 1
 
 
 def _packed_span_sizes(model: nn.Module, path: str, word: PlanRule) -> tuple[int, ...]:
-    """Return the sizes of what is packed in a Linear; ``()``: nothing is.
+    """Return the sizes of the packed tensors in a Linear; ``()``: it is not packed.
 
-    Two equal spans unless the word says otherwise; where the name is of queries, keys and values, their heads' sizes.
+    Two equal spans unless the rule sets them; a name with "qkv" gives the sizes of query, key and value heads.
     """
     if not word.packed or (isinstance(word.spans, tuple) and word.spans):
         return word.spans if isinstance(word.spans, tuple) else ()
     size, (queries, keys) = get_linear(model, path).out_features, head_counts(model.get_submodule(parent_path(path)))
+    # A "qkv" Linear is never split in two equal spans: if its heads do not explain its size, the plan must give spans.
     unknown = not word.spans and "qkv" in _leaf_name(path)
     if unknown and queries and size % (queries + 2 * keys) == 0:
         head = size // (queries + 2 * keys)
@@ -390,7 +402,7 @@ def _packed_span_sizes(model: nn.Module, path: str, word: PlanRule) -> tuple[int
 
 
 def _iter_parameter_paths(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
-    """Yield each parameter with all paths that it is registered under."""
+    """Yield each parameter with all paths under which it is registered."""
     places = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places[parameter].append(name)
@@ -413,7 +425,7 @@ def _check_tied(model: nn.Module, division: TensorDivision) -> None:
 
 
 def _assign_relations(model: nn.Module, division: TensorDivision, ranks: int) -> None:
-    """Note which parameters that are not cut see another part of the activations on each rank."""
+    """Mark uncut parameters that see different activations on each rank as summed."""
     for parameter, names in _iter_parameter_paths(model):
         if names[0] in division.cuts or not parameter.numel() or ranks == 1:
             continue
@@ -443,10 +455,10 @@ def _find_uncut_relation(model: nn.Module, division: TensorDivision, name: str) 
 
 
 def _relation_from_width(model: nn.Module, division: TensorDivision, name: str, around: str) -> Relation | None:
-    """Return ``summed`` for a parameter, in a module that has cut Linears, that sees other heads on each rank; None: it
-    sees what these Linears get or give.
+    """Return ``summed`` if a parameter next to cut Linears sees different heads on each rank.
 
-    The width tells: a norm of each head is as wide as a head, one before the Linears as wide as their input.
+    None: it sees the input or output of these Linears. The width decides: a norm of each head is as wide as a head, a
+    norm before the Linears is as wide as their input.
     """
     module = model.get_submodule(parent_path(name))
     prefix = f"{around}." if around else ""
@@ -460,7 +472,7 @@ def _relation_from_width(model: nn.Module, division: TensorDivision, name: str, 
     divides = width and any(each.out_features % width[0] == 0 for each in columns)
     if divides and "norm" in type(module).__name__.lower():
         return Relation.SUMMED
-    if not divides and isinstance(module, nn.Linear):  # it could not take what a rank has of anything
+    if not divides and isinstance(module, nn.Linear):  # its input fits no rank's part of an activation
         return None
     raise _division_error(
         f"parameter {name}",

@@ -1,8 +1,8 @@
-"""The words of tensor parallel plans: which part of a module its ranks have. Pure data.
+"""The words of tensor parallel plans: how each word divides a module over ranks. Pure data.
 
-The words are those of transformers' ``base_model_tp_plan`` (``transformers/distributed/tensor_parallel.py``), and
-one of our own, ``vocabulary``. Pairs of words make regions: what lies between Linears that are cut by columns and one
-that is cut by rows is computed by each rank for its own heads or hidden elements.
+The words are those of transformers' ``base_model_tp_plan`` (``transformers/distributed/tensor_parallel.py``), and our
+own ``vocabulary``. Pairs of words make regions: between Linears cut by columns and a Linear cut by rows, each rank
+computes its own heads or hidden elements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npuzero.errors import ConfigError, did_you_mean
 
 
 class RuleKind(enum.Enum):
-    """Name what a word does with a module."""
+    """Name how a rule treats a module."""
 
     COLUMNS = "output features cut"
     ROWS = "input features cut"
@@ -29,10 +29,10 @@ class PlanRule:
     """Describe one word.
 
     Attributes:
-        kind: what is cut.
-        packed: several things lie side by side along what is cut, each of which is divided by itself.
-        whole: where this Linear's activations would be cut they are whole: its output is gathered, or its input split.
-        spans: sizes, or the number of equal sizes, of what is packed; ``()``: by the module's name.
+        kind: the parameters that are cut.
+        packed: the cut dimension holds several tensors one after another, and each is divided separately.
+        whole: keep this Linear's activations full where they would be cut: gather its output, or split its input.
+        spans: sizes, or the number of equal sizes, of the packed tensors; ``()``: derived from the module's name.
     """
 
     kind: RuleKind
@@ -62,7 +62,7 @@ WORDS: dict[str, PlanRule] = {
 _EXPERTS = "experts are 3-D parameters behind a router, which tensor ranks do not divide here"
 _LOCAL = "it leaves what happens between ranks to the model's own forward"
 
-#: Words that transformers has, or had, and why they are refused.
+#: Words of transformers, past or present, and why they are refused.
 REFUSED: dict[str, str] = {
     "moe_tp_experts": _EXPERTS,
     "moe_identity_expert": _EXPERTS,
@@ -82,16 +82,16 @@ REFUSED: dict[str, str] = {
     "isolated": _LOCAL,
 }
 
-#: A plan as people write it: patterns of module names, in which ``*`` is one component, to words. A word of something
-#: packed may come with its spans: ("packed_colwise", 3), or ("packed_colwise", (64, 16, 16)).
+#: A plan as users write it: patterns of module names, with ``*`` for one component, to words. A packed word may come
+#: with its spans: ("packed_colwise", 3), or ("packed_colwise", (64, 16, 16)).
 Words = Mapping[str, "str | tuple[str, int | Sequence[int]]"]
 
 
 def parse_plan_rule(pattern: str, said: object) -> PlanRule:
-    """Return what ``said`` stands for.
+    """Return the rule for the word ``said``.
 
     Raises:
-        ConfigError: nobody knows it, it is refused, or its spans are none.
+        ConfigError: the word is unknown or refused, or its spans are not sizes.
     """
     name, spans = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
     subject = f"parallel.tensor(): plan[{pattern!r}]"
@@ -107,6 +107,7 @@ def parse_plan_rule(pattern: str, said: object) -> PlanRule:
         do = did_you_mean(name, list(WORDS), "See docs/tensor.md for what each word does.")
         raise ConfigError(subject, expected=f"words among {', '.join(WORDS)}", got=repr(name), do=do, word=name)
     word = WORDS[name]
+    # Spans are checked here for form only: their sum is compared with the weight's shape when cuts are assigned.
     if spans == ():
         return word
     sizes = (spans,) if isinstance(spans, int) else tuple(spans) if isinstance(spans, Sequence) else (0,)
