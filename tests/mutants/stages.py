@@ -83,8 +83,8 @@ MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "stages have the buffers of blocks elsewhere, which no rank keeps up",
         "parallel/pipeline_parallel/divide.py",
-        "        if not absent:  # one table",
-        "        if True:  # one table",
+        "        if not absent:  # share the table",
+        "        if True:  # share the table",
         (f"{HOME}test_buffers_of_blocks_are_on_their_stage",),
     ),
     PackageMutant(

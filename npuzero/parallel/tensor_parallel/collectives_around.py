@@ -211,9 +211,7 @@ class ShardedEmbeddingRows:
     def _before(self, embedding: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids = args[0] - self._first
         self._elsewhere = (ids < 0) | (ids >= self._rows)
-        strange = (args[0] < 0) | (
-            args[0] >= self._rows * self._group.size
-        )  # made -1, so that the lookup itself raises
+        strange = (args[0] < 0) | (args[0] >= self._rows * self._group.size)  # become -1, which the lookup refuses
         self._padding = embedding.padding_idx
         own = -1 if self._padding is None else self._padding - self._first
         embedding.padding_idx = own if 0 <= own < self._rows else None
