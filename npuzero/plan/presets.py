@@ -1,4 +1,4 @@
-"""A row of the table, the presets, and the law that every row keeps."""
+"""Plans: one row of the table each, the presets, and the prefix law that every plan keeps."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class Plan:
     """Place the parts of a training state over the ranks: one row of the table.
 
     Attributes:
-        parameters: between steps.
-        after_forward: parameters between a unit's forward and its backward (FSDP's reshard_after_forward; the secondary
-            copy of ZeRO++'s hpZ).
-        gradients: while micro-batches accumulate.
-        states: master weights and moments.
-        precision: in which dtypes.
+        parameters: placement of parameters between steps.
+        after_forward: placement of parameters between a unit's forward and its backward (FSDP's reshard_after_forward;
+            the secondary copy of ZeRO++'s hpZ).
+        gradients: placement of gradients while micro-batches accumulate.
+        states: placement of master weights and moments.
+        precision: dtype of each part.
         local_size: ranks in the ``local`` axis. None: the ranks that share a host; <= 0: all ranks; n: groups of n
             (InternEvo's ``zero1.size``). Must divide the world.
-        name: the preset it came from, for people to read.
-        activations: where what torch's activation checkpointing keeps rests between forward and backward; its axes are
-            ``()``, or ``("tensor",)``: of what tensor ranks hold alike each keeps a part (ZeRO-R's P_a; under the mode
-            "mtp", for other modes divide it themselves). What that comes to depends on the batch: predictions know
-            nothing of it, and reports do.
-        lag: 1: what an update makes of the parameters is seen from the next step on: it runs beside the forward and
-            backward between the two (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
-        relations: what ranks have of the parameters along axes where that is not the usual. npuzero says it of each
-            flat, by :meth:`related`; in a model's plan it stays empty.
-        between: parameters between the micro-batches of a step, on the device: from a unit's first use to the update
-            they are never sharded further; ``()`` keeps them unsharded. None: as ``parameters``. (FSDP2's
+        name: name of the preset, for readers.
+        activations: placement of torch's activation checkpoints between forward and backward. Axes are ``()``, or
+            ``("tensor",)``: each tensor rank keeps a part of the activations that all of them hold (ZeRO-R's P_a; for
+            the mode "mtp", the other modes shard activations themselves). The size depends on the batch: reports count
+            it, predictions do not.
+        lag: 1: an update becomes visible one step later; it overlaps the forward and backward in between
+            (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
+        relations: relations of the parameters to mesh axes that differ from the default. npuzero sets them per flat
+            parameter with :meth:`related`; a model's plan leaves them empty.
+        between: placement of parameters between the micro-batches of a step, on the device: from a unit's first use to
+            the update they are never sharded further; ``()`` keeps them unsharded. None: as ``parameters``. (FSDP2's
             set_reshard_after_backward.)
 
     Raises:
-        ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next, and
-            between of parameters`` is broken, or that of memories: gradients rest on the host, and parameters off the
-            device, only where states rest off the device and are sharded alike; and a lag needs both off the device
-            wholly, and parameters on it.
+        ConfigError: the plan breaks the prefix law (the axes of ``after_forward``, ``parameters``, ``gradients`` and
+            ``states`` are each a prefix of the next, those of ``between`` a prefix of ``parameters``) or the law of
+            memories (offloaded gradients and parameters need states offloaded over the same axes; a lag needs all
+            states and gradients offloaded, and parameters on the device).
 
     Example::
 
@@ -89,6 +89,7 @@ class Plan:
                     do="Write e.g. Placement(axes=('node', 'local')); () is unsharded.",
                 )
             _check_placement(self.name, part, placement)
+        # The prefix law makes each deeper shard a contiguous sub-range, so a collective never has to permute elements.
         laid = {**parts, "between": self.held_between}
         for shallow, deep in _LAW:
             inner, outer = laid[shallow].axes, laid[deep].axes
@@ -140,11 +141,11 @@ class Plan:
     @staticmethod
     @refuse_unknown_keywords()
     def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
-        """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
+        """Return the plan of a preset's name (``"zero3"``, ``"hsdp"`` ...) or of a ZeRO stage (``3``).
 
         Args:
             name: one of :data:`PRESETS`, :data:`OFFLOADED` or :data:`THINNED`, or 0, 1, 2, 3, 1.5; or ``"isp"``, for
-                ranks that share sequences.
+                sequence parallelism.
             precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
                 are converted to, or a :class:`Precision`.
             local_size: see :class:`Plan`.
@@ -155,6 +156,7 @@ class Plan:
         key: object = name
         if isinstance(name, (int, float)) and not isinstance(name, bool) and abs(name) < len(PRESETS):
             key = f"zero{name:g}"
+        # Derived presets first: each takes another preset's row and changes one property.
         if isinstance(key, str) and key in _OFFLOADED:
             row, offload = _OFFLOADED[key]
             return replace(Plan.preset(row, precision=precision, local_size=local_size).offloaded(offload), name=key)
@@ -175,17 +177,17 @@ class Plan:
         return Plan(parameters, after_forward, gradients, states, parse_precision(precision), local_size, key)
 
     def offloaded(self, offload: str) -> Plan:
-        """Return this plan with parts of the training state farther away than the device.
+        """Return this plan with parts of the training state offloaded.
 
-        Gradients go to the host where they are sharded, and as states are; else they stay on the device.
+        Gradients are offloaded to the host if sharded over the same axes as states; else they stay on the device.
 
         Args:
             offload: ``"host"``: states and gradients on the host. ``"nvme"``: states in files on NVMe.
-                ``"host+parameters"``, ``"nvme+parameters"``: parameters there, too.
+                ``"host+parameters"``, ``"nvme+parameters"``: also parameters.
 
         Raises:
-            ConfigError: none of these, or a plan that says where its parts rest; or one that shards states further than
-                the parameters that are to go with them.
+            ConfigError: an unknown value; a plan that already offloads a part; or parameters to be offloaded that are
+                sharded over other axes than states.
 
         Example::
 
@@ -217,87 +219,87 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Placement]:
-        """Return the placements by name, those sharded over the fewest axes first; behind them ``between``, if said."""
+        """Return the placements by name, the least sharded first, and last ``between`` if it is set."""
         names = ("after_forward", "parameters", "gradients", "states")
         said = {} if self.between is None else {"between": self.between}
         return {part: getattr(self, part) for part in names} | said
 
     @functools.cached_property
     def held_between(self) -> Placement:
-        """Return where parameters rest between the micro-batches of a step."""
+        """Return the placement of parameters between the micro-batches of a step."""
         return self.parameters if self.between is None else self.between
 
     @functools.cached_property
     def held_after_forward(self) -> Placement:
-        """Return where parameters rest between a unit's forward and its backward.
+        """Return the placement of parameters between a unit's forward and its backward.
 
-        As ``after_forward`` says, but where they are sharded no further between micro-batches: what is kept until the
-        next forward is there in backward, too.
+        This is ``after_forward``, unless ``between`` shards no further: parameters kept until the next forward are
+        also there in backward.
         """
         between = self.held_between
         return between if len(between.axes) <= len(self.after_forward.axes) else self.after_forward
 
     def related(self, relations: Relations) -> Plan:
-        """Return the plan of those parameters that have these relations: what is cut along an axis has no shards there.
+        """Return the plan of parameters with these relations: an axis that cuts them does not shard them again.
 
-        The same object each time, for it is compared often.
+        Returns the same object for equal arguments, since plans are compared often.
         """
         return _apply_relations(self, relations) if relations else self
 
     @functools.cached_property
     def averaged(self) -> Axes:
-        """Return the axes whose ranks see different data, so that gradients are the mean over them."""
+        """Return the axes whose ranks see different data: gradients are averaged over them."""
         return axes_with(self.relations, Relation.AVERAGED)
 
     @functools.cached_property
     def reduced(self) -> Axes:
-        """Return D: the axes over which gradients are summed, those of the mean among them."""
+        """Return D: the axes over which gradients are summed, averaged ones included."""
         return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED)
 
     @functools.cached_property
     def divided(self) -> Axes:
-        """Return the axes along which ranks that train the same modules have different elements of the parameters."""
+        """Return the axes along which ranks of one stage have different elements of the parameters."""
         return tuple(axis for axis in axes_with(self.relations, Relation.CUT) if axis in STAGE)
 
     @functools.cached_property
     def alike(self) -> Axes:
-        """Return the axes along which ranks have the same elements, ``ends`` among them where two stages have."""
+        """Return the axes along which ranks have the same elements; includes ``ends`` for tied parameters."""
         return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED, Relation.REPEATED)
 
     @functools.cached_property
     def tied(self) -> bool:
-        """Tell whether the first and the last stage of a pipeline have the parameters in common."""
+        """Tell whether the first and the last stage of a pipeline share the parameters."""
         return ENDS in self.alike
 
     @functools.cached_property
     def owners(self) -> Axes:
-        """Return the axes whose ranks have different elements of the states: shards, and what is cut."""
+        """Return the axes whose ranks own different elements of the states: sharded axes and cut axes."""
         return self.states.axes + axes_with(self.relations, Relation.CUT)
 
     @functools.cached_property
     def deeper(self) -> Axes:
-        """Return states - gradients: the axes that shard states but not gradients, over which R3 scatters."""
+        """Return states - gradients: the axes that shard states but not gradients; R3 reduce-scatters over them."""
         return axes_between(self.states.axes, self.gradients.axes)
 
     @functools.cached_property
     def beyond(self) -> Axes:
-        """Return D - states: the axes of D that do not shard states, over which R3 sums."""
+        """Return D - states: the axes of D that do not shard states; R3 all-reduces over them."""
         return axes_beyond(self.states.axes, self.reduced)
 
     @functools.cached_property
     def restored(self) -> Axes:
-        """Return states - parameters: the axes that shard states but not parameters, over which R4 gathers."""
+        """Return states - parameters: the axes that shard states but not parameters; R4 all-gathers over them."""
         return axes_between(self.states.axes, self.parameters.axes)
 
     def mesh_shape(self, world: int | MeshShape, host_size: int | None = None) -> MeshShape:
-        """Return the sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
+        """Return the sizes of the mesh axes for ``world`` ranks.
 
         Args:
-            world: their number; or a mesh's sizes, which are kept but for the plan's ``local_size``.
+            world: number of ranks; or a mesh, which is returned with ``node`` and ``local`` set by ``local_size``.
+            host_size: ranks that share a host; None: all of them.
 
         Raises:
-            ConfigError: the world is not divisible by the group size; a preset for ranks that share sequences, and none
-                do.
+            ConfigError: the local size does not divide the world; or a preset for sequence parallelism without it.
         """
         if isinstance(world, MeshShape):
             shape = world
@@ -322,7 +324,7 @@ class Plan:
                 local_size=local,
             )
         shape = MeshShape(world // local, local)
-        if host_size is not None:  # ranks that there are, not their number alone
+        if host_size is not None:  # a real mesh, not only a number of ranks: its sequence axis is known
             _check_sequence_preset(self, shape)
         return shape
 
@@ -343,35 +345,35 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
     "mics": (_L, _L, _L, _L),
     "isp": (_L, _L, _L, _HPZ),
 }
-#: What ``offload`` takes, and what rests where then.
+#: Values of ``offload``: the memory of each offloaded part.
 OFFLOADS: dict[str, dict[str, Memory]] = {
     "host": {"states": Memory.HOST},
     "nvme": {"states": Memory.NVME},
     "host+parameters": {"states": Memory.HOST, "parameters": Memory.HOST},
     "nvme+parameters": {"states": Memory.NVME, "parameters": Memory.NVME},
 }
-# preset: a row, and what of it rests farther away
+# preset: its row, and the value of ``offload``
 _OFFLOADED = {
     "offload": ("zero2", "host"),
     "offload3": ("zero3", "host"),
     "infinity-states": ("zero3", "nvme"),
     "infinity": ("zero3", "nvme+parameters"),
 }
-# preset: a row, and along which axes its gradients are thin; the parameters that it gathers are
+# preset: its row, and the axes whose gradients are quantized; its gathers always are
 _THIN: dict[str, tuple[str, dict[str, str]]] = {
     "zero++": ("hpz", {NODE: "int4", LOCAL: "int4"}),
     "thin": ("hpz", {NODE: "int4"}),
 }
-# preset: the one of which it delays the updates
+# preset: the preset whose updates it delays
 _DELAYED = {"delayed": "offload"}
-#: Those for ranks that share sequences (InternEvo's isp: the local axis is its weight axis).
+#: Presets for sequence parallelism (InternEvo's isp: the local axis is its weight axis).
 SEQUENCED = ("isp",)
-#: Names :meth:`Plan.preset` takes: those with everything on the device, and others.
+#: Names for :meth:`Plan.preset`: those with all parts on the device, and offloaded ones.
 PRESETS = tuple(name for name in _ROWS if name not in SEQUENCED)
 OFFLOADED = (*_OFFLOADED, *_DELAYED)
-#: Those that send rounded values, with results of their own: ZeRO++'s; and one that rounds less.
+#: Presets that quantize communication, so results differ: ZeRO++'s, and one that rounds less.
 THINNED = tuple(_THIN)
-# What people call some of them elsewhere.
+# Spellings of other engines.
 _SPELLINGS = {
     **{name: name for name in (*PRESETS, *OFFLOADED, *SEQUENCED, *THINNED)},
     **{name.removeprefix("zero"): name for name in PRESETS},
@@ -390,14 +392,14 @@ _SPELLINGS = {
 }
 
 
-# The prefix law: what is named first is sharded over the first of the axes of the other.
+# The prefix law: the axes of the first are a prefix of those of the second.
 _LAW = (
     ("after_forward", "parameters"),
     ("between", "parameters"),
     ("parameters", "gradients"),
     ("gradients", "states"),
 )
-# Where each part can rest.
+# Memories allowed for each part.
 _MEMORIES = {
     "parameters": tuple(Memory),
     "after_forward": (Memory.DEVICE,),
@@ -409,7 +411,7 @@ _MEMORIES = {
 
 
 def _make_thin_precision(precision: Precision, thin: Mapping[str, str]) -> Precision:
-    """Return ``precision`` with parameters gathered in 8 bits, and gradients as ``thin`` says where it does not."""
+    """Return ``precision`` with int8 gathers, and with the wires ``thin`` unless it already quantizes gradients."""
     if any(precision.level_of(axis).bits for axis in DATA):
         return replace(precision, gathers="int8")
     plain = precision.plain_wire
@@ -439,7 +441,7 @@ def _apply_relations(plan: Plan, relations: Relations) -> Plan:
 
 
 def _check_placement(plan: str, part: str, placement: Placement) -> None:
-    # Ranks of the data axes compute with batches of their own, and hold other activations.
+    # Data ranks compute different batches, so they hold different activations: only tensor ranks can shard them.
     legal = (TENSOR,) if part == "activations" else DATA
     if len(set(placement.axes)) != len(placement.axes) or not set(placement.axes) <= set(legal):
         stranger = next((axis for axis in placement.axes if axis not in legal), None)
@@ -479,7 +481,7 @@ def _check_sequence_preset(plan: Plan, shape: MeshShape) -> None:
 
 
 def _check_lag(plan: Plan) -> None:
-    """Raise ConfigError where ``plan`` delays updates of what the host does not have to itself."""
+    """Raise ConfigError if ``plan`` has a lag but does not leave the update to the host alone."""
     if not _is_int(plan.lag) or plan.lag not in (0, 1):
         raise ConfigError(
             f"plan {plan.name!r}, lag",

@@ -1,4 +1,4 @@
-"""Sizes of the mesh, and what a collective over some of its axes sends."""
+"""Sizes of the mesh, and the bytes that a collective sends along each axis."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from functools import cached_property
 from npuzero.arguments import check_count
 from npuzero.plan.table.placement import AXES, DATA, ENDS, PIPE, SEQUENCE, Axes
 
-#: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
+#: Shards start and end on multiples of this: misaligned collectives are many times slower (pytorch#195450).
 SHARD_BYTES = 512
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Give the sizes of the axes of a mesh; they multiply to ``world``.
+    """Hold the sizes of the axes of a mesh; their product is ``world``.
 
     Attributes:
-        node, local: groups of ranks with data of their own, and the ranks in each, which are near each other.
-        pod: groups of such groups; nothing is sharded over them unless a plan says so.
+        node, local: groups of data-parallel ranks, and the neighbouring ranks in each group.
+        pod: groups of such groups; nothing is sharded over them unless a plan does so.
         tensor: neighbouring ranks that divide the layers of one model.
         pipe: stages of a pipeline.
-        sequence: neighbouring ranks of the data axes that divide sequences; a divisor of their number.
+        sequence: neighbouring ranks of the data axes that divide sequences; must divide the number of data ranks.
 
     Example::
 
-        shape = npuzero.MeshShape(node=4, local=8, tensor=2)  # 64 ranks, 32 of them with data of their own
+        shape = npuzero.MeshShape(node=4, local=8, tensor=2)  # 64 ranks, 32 of them data-parallel
         report = npuzero.predict(net, "zero3", shape)
     """
 
@@ -48,16 +48,16 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Return the number of ranks with data of their own."""
+        """Return the number of data-parallel ranks."""
         return self.pod * self.node * self.local
 
     @property
     def ends(self) -> int:
-        """Return the number of stages that are the first or the last."""
+        """Return the size of the ``ends`` axis: 2, or 1 without a pipeline."""
         return min(self.pipe, 2)
 
     def size(self, axes: Axes) -> int:
-        """Return the number of ranks that something sharded over ``axes`` is divided among."""
+        """Return the number of shards of a tensor sharded over ``axes``."""
         known = self._known_sizes
         if axes not in known:
             known[axes] = math.prod(getattr(self, axis) for axis in axes)
@@ -65,17 +65,15 @@ class MeshShape:
 
     @cached_property
     def _known_sizes(self) -> dict[Axes, int]:
-        """Hold what :meth:`size` has worked out: a prediction asks some hundred thousand times."""
+        """Cache the results of :meth:`size`: a prediction calls it some hundred thousand times."""
         return {}
 
     def sizes(self, axes: Axes) -> dict[str, int]:
-        """Return the size of each of ``axes`` that has several ranks, by name and in this order."""
+        """Return the sizes of those of ``axes`` with several ranks, by name and in this order."""
         return {axis: size for axis in axes if (size := self.size((axis,))) > 1}
 
     def index(self, axes: Axes, rank: int) -> int:
-        """Return which shard of something sharded over ``axes`` is global rank ``rank``'s:
-        the first axis is outermost.
-        """
+        """Return the index of global rank ``rank``'s shard of a tensor sharded over ``axes``, outermost first."""
         place = self.place(rank)
         index = 0
         for axis in axes:
@@ -83,7 +81,7 @@ class MeshShape:
         return index
 
     def place(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis; along ``ends`` that of a rank at either end alone."""
+        """Return the coordinates of a rank; ``ends`` is present only for ranks of the first and the last stage."""
         place: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -96,7 +94,7 @@ class MeshShape:
         return place
 
     def rank(self, place: dict[str, int]) -> int:
-        """Return the rank at ``place``, an index for each of :data:`AXES`; along ``ends``, if there, for ``pipe``."""
+        """Return the rank at ``place``, an index per axis of :data:`AXES`; ``ends``, if present, replaces ``pipe``."""
         if ENDS in place:
             place = {**place, PIPE: place[ENDS] * (self.pipe - 1)}
         rank = 0
@@ -106,23 +104,22 @@ class MeshShape:
 
 
 def divisors(size: int) -> list[int]:
-    """Return the positive divisors of ``size`` in ascending order: the numbers of ranks that divide it."""
+    """Return the positive divisors of ``size`` in ascending order."""
     low = [each for each in range(1, math.isqrt(size) + 1) if size % each == 0]
     return sorted({*low, *(size // each for each in low)})
 
 
-#: How often a collective sends its buffer around the ring, less one rank's part.
+#: Number of times a collective sends its buffer around the ring, less one rank's part.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "barrier": 0}
 
 
 def ring_bytes(verb: str, nbytes: int, size: int) -> int:
-    """Return the bytes each of ``size`` ranks sends for one collective on a ring (or any algorithm that sends the
-    fewest).
+    """Return the bytes that each of ``size`` ranks sends in one collective on a ring (or another optimal algorithm).
 
     Args:
-        verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, or send: there the sender's bytes.
+        verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, or send: the sender's bytes.
         nbytes: bytes of the unsharded buffer, size times the shard.
-        size: ranks that take part; of a send, ranks of the group.
+        size: ranks of the group.
     """
     if verb == "send":
         return nbytes
@@ -130,17 +127,15 @@ def ring_bytes(verb: str, nbytes: int, size: int) -> int:
 
 
 def axis_bytes(verb: str, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return of the bytes that :func:`ring_bytes` says how many go along each axis; axes without any are left out.
+    """Split the bytes of :func:`ring_bytes` by axis; axes that carry none are left out.
 
-    A collective over several axes goes level by level: a gather over the inner axis first, a scatter over the outer.
-    So along the i-th of k axes goes nbytes * (s_i - 1) / (s_1 * ... * s_i), and twice that for an all_reduce. Each is
-    rounded to what the axes up to it send more than those outside of it, so that together they are what one ring
-    over all ranks sends.
+    A collective over several axes runs level by level: a gather over the inner axis first, a scatter over the outer.
+    So the i-th of k axes carries nbytes * (s_i - 1) / (s_1 * ... * s_i), twice that for an all_reduce. Each number is a
+    difference of two rounded ring totals, so that their sum is exactly the bytes of one ring over all ranks.
 
     Args:
         verb, nbytes: as for :func:`ring_bytes`.
-        sizes: s_1 .. s_k by the names of the axes, outermost first, each more than 1. What goes to one rank, a send,
-            counts for the first.
+        sizes: s_1 .. s_k by the names of the axes, outermost first, each more than 1. A send counts for the first.
     """
     along: dict[str, int] = {}
     ranks, outside = 1, 0

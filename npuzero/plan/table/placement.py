@@ -1,4 +1,4 @@
-"""Where a part of the training state rests: over which mesh axes it is sharded, and in which memory."""
+"""Placements: the mesh axes that a part of the training state is sharded over, and its memory."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from npuzero.errors import refuse_unknown_keywords
 
 PIPE, POD, NODE, LOCAL, TENSOR = "pipe", "pod", "node", "local", "tensor"
-#: The axes of a mesh in rank order, outermost first: neighbours along the last one have neighbouring ranks.
+#: The axes of a mesh in rank order, outermost first: neighbours along the last axis have consecutive ranks.
 AXES = (PIPE, POD, NODE, LOCAL, TENSOR)
-#: Those along which ranks compute with data of their own.
+#: Axes along which ranks compute different data.
 DATA = (POD, NODE, LOCAL)
-#: Those whose ranks train the same modules.
+#: Axes of the ranks that train the same modules.
 STAGE = (POD, NODE, LOCAL, TENSOR)
-#: A view of neighbouring ranks of the data axes, which share sequences; nothing is sharded over it.
+#: A view of neighbouring ranks of the data axes that share sequences; nothing is sharded over it.
 SEQUENCE = "sequence"
-#: A view of pipe: the ranks of the first and of the last stage, which may have a parameter in common.
+#: A view of pipe: the ranks of the first and of the last stage, which may share a parameter.
 ENDS = "ends"
 
 Axes = tuple[str, ...]
 
 
 class Memory(enum.Enum):
-    """Name where bytes rest.
+    """Name a memory space.
 
     Example::
 
@@ -36,19 +36,19 @@ class Memory(enum.Enum):
     HOST = "host"
     NVME = "nvme"
 
-    __hash__ = object.__hash__  # Enum's own is Python's, and predictions ask it a million times
+    __hash__ = object.__hash__  # Enum's hash is a Python function, and predictions call it a million times
 
 
 @refuse_unknown_keywords()
 @dataclass(frozen=True)
 class Placement:
-    """Say where one part of the training state is kept.
+    """Describe where one part of the training state is stored.
 
     Attributes:
         axes: mesh axes it is sharded over, outermost first; ``()`` means unsharded.
-        memory: where it rests.
-        share: the part of a rank's shard, above 0 and up to 1, that rests in ``memory``; the rest of it, in front,
-            rests on the device.
+        memory: memory space of the shard.
+        share: fraction of a rank's shard, above 0 and up to 1, that is stored in ``memory``; the first elements, up to
+            the remaining fraction, stay on the device.
 
     Example::
 
@@ -63,24 +63,24 @@ class Placement:
 
     @property
     def far(self) -> bool:
-        """Tell whether any of it rests elsewhere than on the device."""
+        """Tell whether any of it is offloaded from the device."""
         return self.memory is not Memory.DEVICE
 
 
-#: All of it on each rank's device, as without a plan.
+#: Unsharded, on each rank's device.
 WHOLE = Placement()
 
 
 def axes_between(deep: Axes, shallow: Axes) -> Axes:
-    """Return the axes by which ``deep`` is sharded further than ``shallow``, a prefix of it."""
+    """Return the axes that shard ``deep`` further than ``shallow``, a prefix of it."""
     return deep[len(shallow) :]
 
 
 def axes_over(owners: Iterable[Axes], stages: int = 1) -> Axes:
-    """Return the axes that one sum over unique elements of several flats runs over, whose ``owners`` these are.
+    """Return the axes for one sum over the unique elements of several flat parameters with these ``owners``.
 
-    Where they have the same it is theirs; else all, and of ranks that own the same elements one counts. Over several
-    ``stages`` it is all, too: other stages have flats of other owners, or none.
+    Equal owners: those axes. Different owners: all axes, and ranks that own the same elements count once. Several
+    pipeline ``stages``: also all axes, since another stage may have other owners, or no flat parameters.
     """
     different = tuple(dict.fromkeys(owners))
     if stages > 1 or len(different) > 1:
@@ -89,5 +89,5 @@ def axes_over(owners: Iterable[Axes], stages: int = 1) -> Axes:
 
 
 def axes_beyond(states: Axes, reduced: Axes = DATA) -> Axes:
-    """Return D - states: the axes over which gradients are summed and states replicated, in mesh order."""
+    """Return D - states: the axes that sum gradients but replicate states, in mesh order."""
     return tuple(axis for axis in reduced if axis not in states)

@@ -1,4 +1,4 @@
-"""In which dtype each part of the training state is kept, sent and computed."""
+"""Precision: the dtypes that parts of the training state are stored, sent and computed with."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from npuzero.plan.table.wire import (
     sort_wires_by_axis,
 )
 
-#: Each parameter starts on a multiple of this many elements: 16 bytes even in 8 bits.
+#: Each parameter starts on a multiple of this many elements: 16 bytes even with 8 bits per element.
 START_ELEMENTS = 16
 
-#: Dtypes of parameters and of communication, by the names people give them.
+#: Dtypes of parameters and of communication, by short name.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Bytes an element of the masters takes beside a low-precision parameter: the whole of it; the lower half, of which the
-#: bfloat16 parameter is the upper; nothing, where the parameter is all there is and is rounded stochastically.
+#: Bytes per element of the masters of a low-precision parameter: a full float32; the lower half, since the bfloat16
+#: parameter is the upper half; nothing, if there is only the parameter, rounded stochastically.
 MASTERS = {"fp32": 4, "split": 2, "none": 0}
-#: Bytes an element of a moment takes; int8 has a byte beside each :data:`MOMENT_BLOCK` elements: their exponent.
+#: Bytes per element of a moment; int8 adds one byte per :data:`MOMENT_BLOCK` elements: their exponent.
 MOMENTS = {"fp32": 4, "bf16": 2, "int8": 1}
-#: Elements of a flat that share an exponent. Every shard starts and ends on a multiple of them.
+#: Elements of a flat parameter that share an exponent. Every shard starts and ends on a multiple of this.
 MOMENT_BLOCK = 64
-#: How float32 matrix products are computed: as written, or with inputs rounded to TF32 (on an NPU: HF32).
+#: Modes of float32 matrix products: exact, or with inputs rounded to TF32 (on an NPU: HF32).
 MATMULS = ("ieee", "tf32")
-#: In which dtype finished sums of gradients travel, where a plan has several ranks keep the same states.
+#: Dtypes of R3's finished gradient sums, which are sent if a plan replicates states.
 SUMS = ("fp32", "wire")
-#: How parameters travel when they are gathered: as they are, or rounded.
+#: Wire formats of all-gathered parameters: unchanged, or quantized.
 GATHERS = (None, "int8")
-#: Over which thin axes what rounding loses of gradients is kept, and added the next time.
+#: Quantized axes with error feedback: the rounding error of gradients is stored and added in the next reduction.
 FEEDBACKS = (None, NODE, "all")
 
 
@@ -58,29 +58,29 @@ def _spellings(values: Iterable[object]) -> dict[str, object]:
 @refuse_unknown_keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
 @dataclass(frozen=True)
 class Precision:
-    """Choose the dtypes in which each part of the training state is kept, sent and computed.
+    """Choose the dtypes that parts of the training state are stored, sent and computed with.
 
     Attributes:
-        parameters: what they are converted to, and with them the root's floating inputs; None: each keeps its own.
-        wires: the communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. ``"int8"`` or
-            ``"int4"``: rounded to so few bits, in blocks that share a scale, and summed in float32 (ZeRO++'s qgZ). Or
-            by data axis, a mapping such as ``{"node": "int4", "local": torch.bfloat16}``, kept as pairs: axes that it
-            leaves out have the parameters' dtype. A sum over several axes is made one axis after the other then.
-        accumulation: in which gradients are summed: over ranks and over micro-batches.
-        masters: beside parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with the same
-            results; ``"none"``, the parameters themselves, rounded stochastically.
-        moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with an exponent for each block.
-        matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
-        sums: in which finished sums of gradients are sent to the ranks that keep the same states (R3's all_reduce):
-            ``"fp32"``, or ``"wire"``, rounded to the communication dtype. Where all ranks shard states none are.
-        gathers: ``"int8"``: parameters that are sharded are rounded to 8 bits, in blocks that share a scale, where they
-            are gathered for a unit to compute (ZeRO++'s qwZ). Forward and backward see the same rounded values; what
-            rests, what the optimizer updates and what a program reads is never rounded. None: they travel as they are.
-        feedback: keep what rounding gradients loses, and add it the next time (error feedback): along ``"node"``, or
-            along ``"all"`` thin axes, at 4 bytes for each element that is rounded. None: it is lost.
+        parameters: dtype that parameters are converted to, and the root's floating inputs; None: each keeps its dtype.
+        wires: communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. ``"int8"`` or
+            ``"int4"``: quantized to 8 or 4 bits, in blocks that share a scale, and summed in float32 (ZeRO++'s qgZ). Or
+            a mapping by data axis such as ``{"node": "int4", "local": torch.bfloat16}``, stored as pairs: missing
+            axes use the parameters' dtype. A sum over several axes then runs one axis after the other.
+        accumulation: dtype of gradient sums over ranks and over micro-batches.
+        masters: master weights of parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with
+            the same results; ``"none"``, only the parameters themselves, rounded stochastically.
+        moments: optimizer moments: ``"fp32"``, ``"bf16"``, or ``"int8"`` with an exponent for each block.
+        matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has it (on an NPU: HF32).
+        sums: dtype of finished gradient sums sent to the ranks that replicate states (R3's all_reduce): ``"fp32"``, or
+            ``"wire"``, rounded to the communication dtype. No effect if all ranks shard states.
+        gathers: ``"int8"``: sharded parameters are quantized to 8 bits, in blocks that share a scale, for the
+            all-gather before a unit computes (ZeRO++'s qwZ). Forward and backward see the same rounded values; stored
+            parameters, updates and parameters that a program reads are never rounded. None: not quantized.
+        feedback: store the rounding error of quantized gradients and add it in the next reduction (error feedback):
+            along ``"node"``, or along ``"all"`` quantized axes, at 4 bytes per quantized element. None: it is lost.
 
     Raises:
-        ConfigError: a value that is none of these, or several that make no sense together.
+        ConfigError: an unknown value, or values that contradict each other.
 
     Example::
 
@@ -100,6 +100,7 @@ class Precision:
     feedback: str | None = None
 
     def __post_init__(self) -> None:
+        # A mapping becomes sorted pairs: the frozen dataclass must stay hashable, since plans are cache keys.
         if isinstance(self.wires, (Mapping, tuple)):
             object.__setattr__(self, "wires", sort_wires_by_axis(self.wires))
         dtypes = (None, *DTYPES.values())
@@ -151,22 +152,23 @@ class Precision:
             )
 
     def parameter_of(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter that came in ``own``."""
+        """Return the dtype of a parameter that was given in ``own``."""
         return self.parameters or own
 
     @property
     def plain_wire(self) -> torch.dtype | None:
-        """Return the communication dtype of gradients along axes that are not thin; None: the parameters'."""
+        """Return the communication dtype of gradients along axes that are not quantized; None: the parameters'."""
         return next((wire for _, wire in iter_named_wires(self.wires) if isinstance(wire, torch.dtype)), None)
 
     def wire_of(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the communication dtype of gradients of parameters of dtype ``parameter``: where they are not thin,
-        and of what thin wires round.
+        """Return the communication dtype of gradients of parameters of dtype ``parameter``.
+
+        Quantized wires round values of this dtype.
         """
         return self.plain_wire or parameter
 
     def level_of(self, axis: str) -> WireLevel:
-        """Return how gradients travel along ``axis``, by itself."""
+        """Return the wire level of gradients along ``axis`` alone."""
         wire = dict(self.wires).get(axis) if isinstance(self.wires, tuple) else self.wires
         if axis not in DATA or not isinstance(wire, str):
             return WireLevel((axis,))
@@ -174,50 +176,50 @@ class Precision:
 
     @property
     def gather_bits(self) -> int | None:
-        """Return the bits of an element of parameters that are gathered to compute; None: they travel as they are."""
+        """Return the bits per element of parameters all-gathered to compute; None: not quantized."""
         return None if self.gathers is None else THIN[self.gathers]
 
     @property
     def thin(self) -> bool:
-        """Tell whether anything travels in fewer bits than a dtype has."""
+        """Tell whether any communication is quantized."""
         return self.gathers is not None or any(isinstance(wire, str) for _, wire in iter_named_wires(self.wires))
 
     @property
     def shard_elements(self) -> int:
-        """Return of how many elements every shard is a multiple: whole blocks of whatever is thin."""
+        """Return the multiple of elements of every shard: full blocks of every quantized format."""
         bits = {self.gather_bits, *(self.level_of(axis).bits for axis in DATA)} - {None}
         return max((BLOCKS[each] for each in bits if each), default=1)
 
     def sums_of(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the communication dtype of finished sums of gradients of such parameters."""
+        """Return the communication dtype of finished gradient sums of parameters of this dtype."""
         return self.wire_of(parameter) if self.sums == "wire" else self.accumulation
 
     @property
     def start_elements(self) -> int:
-        """Return the elements of which each parameter's start in its flat is a multiple.
+        """Return the multiple of elements on which each parameter starts in its flat parameter.
 
-        A block that shares a scale or an exponent never holds elements of two parameters. So no result depends on which
-        parameters share a flat, which :attr:`Settings.bucket_bytes` decides.
+        A block that shares a scale or an exponent never has elements of two parameters. So no result depends on which
+        parameters share a flat parameter, which :attr:`Settings.bucket_bytes` decides.
         """
         return max(MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS, self.shard_elements)
 
     def keeps_fp32_masters(self, parameter: torch.dtype) -> bool:
-        """Tell whether masters are float32 numbers beside parameters of this dtype, which are their rounded copies."""
+        """Tell whether parameters of this dtype are rounded copies of separate float32 masters."""
         return self.masters == "fp32" and parameter != torch.float32
 
     def master_bytes(self, parameter: torch.dtype) -> int:
-        """Return the bytes an element of the masters takes beside a parameter of this dtype."""
+        """Return the bytes per element of the masters of a parameter of this dtype."""
         return 0 if parameter == torch.float32 else MASTERS[self.masters]
 
     def moment_bytes(self, numel: int) -> int:
-        """Return the bytes of one moment of ``numel`` elements, whole blocks of them."""
+        """Return the bytes of one moment of ``numel`` elements, a number of full blocks."""
         exponents = numel // MOMENT_BLOCK if self.moments == "int8" else 0
         return MOMENTS[self.moments] * numel + exponents
 
 
-#: Each parameter keeps its dtype, and its gradients travel in it.
+#: Each parameter keeps its dtype, and its gradients are sent in that dtype.
 AS_GIVEN = Precision()
-#: Names that :func:`parse_precision` takes.
+#: Names for :func:`parse_precision`.
 PRECISIONS = {
     "fp32": Precision(torch.float32),
     "tf32": Precision(torch.float32, matmul="tf32"),
@@ -232,11 +234,10 @@ PrecisionLike = Precision | str | torch.dtype | None
 
 
 def parse_precision(precision: PrecisionLike) -> Precision:
-    """Return the Precision that a name of :data:`PRECISIONS` or a dtype of the parameters stands for; None:
-    as they are.
+    """Return the Precision for a name of :data:`PRECISIONS` or for a dtype of the parameters; None: unchanged dtypes.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: anything else.
     """
     if isinstance(precision, Precision):
         return precision
@@ -252,7 +253,7 @@ def parse_precision(precision: PrecisionLike) -> Precision:
     )
 
 
-# How else the names of dtypes are spelt.
+# Other spellings of the dtypes.
 _SPELLINGS = (
     {**_spellings(PRECISIONS)}
     | {"half": "fp16", "float": "fp32", "mixed": "bf16"}

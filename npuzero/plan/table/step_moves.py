@@ -1,4 +1,4 @@
-"""The words of a schedule: what a rank does in a step, as data."""
+"""Moves: the actions of one rank in a step, as data."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from npuzero.plan.table.placement import Axes, Memory
 
 
 class CollectivePurpose(enum.Enum):
-    """Say what a collective is for: one of the four rules, or what the engine says to itself."""
+    """Name the purpose of a collective: one of the four rules, or control traffic of the engine."""
 
     GATHER = "gather"  # R1
     REDUCE = "reduce"  # R2
     BOUNDARY = "boundary"  # R3
     RESTORE = "restore"  # R4
-    VOTE = "vote"  # which parameters took part
+    VOTE = "vote"  # which parameters got gradients
     NORM = "norm"  # of the gradients
 
-    __hash__ = object.__hash__  # as Memory's
+    __hash__ = object.__hash__  # as in Memory
 
     @property
     def channel(self) -> str:
-        """Return the channel it travels on: collectives of one channel and group run in the order in which they
-        start.
-        """
+        """Return its channel: collectives of one channel and group run in the order they start."""
         return _CHANNELS[self]
 
 
@@ -46,9 +44,9 @@ class PlannedCollective:
     """Run one collective over one buffer.
 
     Attributes:
-        unit: index of the unit whose flat it moves; 0 for control.
-        axes, size: the group, and its number of ranks.
-        nbytes: of the unsharded buffer, size times the shard.
+        unit: index of the unit of the flat parameter; 0 for control.
+        axes, size: the group's axes, and its number of ranks.
+        nbytes: bytes of the unsharded buffer, size times the shard.
     """
 
     purpose: CollectivePurpose
@@ -61,12 +59,12 @@ class PlannedCollective:
 
 @dataclass(frozen=True)
 class StepBuffer:
-    """Describe memory that lives within a step.
+    """Describe a buffer that exists within a step.
 
     Attributes:
-        label: the part of the training state it counts for.
-        pool: lent from the pool of a channel and axes, by length and dtype, and when given back kept there for the next
-            of its kind; None: it comes and goes.
+        label: part of the training state that it counts for.
+        pool: channel and axes of the pool that lends it, by length and dtype, and keeps it after it is freed; None:
+            allocated and freed each time.
     """
 
     memory: Memory
@@ -90,7 +88,7 @@ class ComputePass:
 
 @dataclass(frozen=True)
 class AllocateBuffer:
-    """Take memory for ``count`` such buffers."""
+    """Allocate ``count`` such buffers."""
 
     buffer: StepBuffer
     count: int = 1
@@ -98,7 +96,7 @@ class AllocateBuffer:
 
 @dataclass(frozen=True)
 class FreeBuffer:
-    """Give ``count`` such buffers back."""
+    """Free ``count`` such buffers."""
 
     buffer: StepBuffer
     count: int = 1
@@ -106,7 +104,7 @@ class FreeBuffer:
 
 @dataclass(frozen=True)
 class StartCollective:
-    """Start ``count`` such collectives, one for each of as many equal flats."""
+    """Start ``count`` such collectives, one for each of ``count`` equal flat parameters."""
 
     collective: PlannedCollective
     count: int = 1
@@ -114,7 +112,7 @@ class StartCollective:
 
 @dataclass(frozen=True)
 class WaitCollective:
-    """Compute waits for the first ``count`` collectives under way of a unit and purpose; 0: all was there already."""
+    """Wait for the first ``count`` running collectives of a unit and purpose; 0: none is running."""
 
     purpose: CollectivePurpose
     unit: int
@@ -123,7 +121,7 @@ class WaitCollective:
 
 @dataclass(frozen=True)
 class LaunchReduction:
-    """Begin the reduction of a flat of ``unit``, whose gradients are complete."""
+    """Begin the reduction of a flat parameter of ``unit``: its gradients are complete."""
 
     unit: int
 
@@ -133,7 +131,7 @@ class CopyBytes:
     """Copy ``nbytes``, ``count`` times, from one memory of this rank to another.
 
     Attributes:
-        link: from where to where: one of :data:`~npuzero.plan.prediction.report.LINKS`.
+        link: source and destination: one of :data:`~npuzero.plan.prediction.report.LINKS`.
     """
 
     link: str
@@ -143,14 +141,14 @@ class CopyBytes:
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Update ``numel`` elements of a chunk that is on the host."""
+    """Update ``numel`` elements of a chunk on the host."""
 
     numel: int
 
 
 @dataclass(frozen=True)
 class RepeatMoves:
-    """Repeat ``moves`` ``times`` times; each time they leave all as they found it."""
+    """Repeat ``moves`` ``times`` times; each time leaves buffers and collectives as before."""
 
     times: int
     moves: tuple[Move, ...]
@@ -170,7 +168,7 @@ Move = (
 
 
 def flatten_moves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield the moves one by one, repeats written out."""
+    """Yield the moves one by one, with repeats expanded."""
     for move in moves:
         if isinstance(move, RepeatMoves):
             for _ in range(move.times):
@@ -180,7 +178,7 @@ def flatten_moves(moves: Iterable[Move]) -> Iterator[Move]:
 
 
 def record_moves(moves: list[Move], do: Callable[[], None]) -> tuple[Move, ...]:
-    """Return the moves that ``do`` adds to ``moves``, and take them out again."""
+    """Return the moves that ``do`` appends to ``moves``, and remove them from it."""
     begin = len(moves)
     do()
     made = tuple(moves[begin:])

@@ -1,7 +1,7 @@
-"""Cuts: which part of a tensor each of the ranks along an axis has. Pure arithmetic.
+"""Cuts: the part of a tensor that each rank along an axis holds. Pure arithmetic.
 
-A cut goes along one dimension. Where several things are packed there (queries, keys and values in one weight; gate and
-up), each of these spans is divided by itself, and a rank's part has its part of each, one after the other::
+A cut divides one dimension. If several tensors are packed there (queries, keys and values in one weight; gate and up),
+each span is divided separately, and a rank's part is the concatenation of its part of each span::
 
     spans      4          2     2       of one dimension, over two ranks
                0 1  2 3   4  5  6  7
@@ -28,18 +28,18 @@ from npuzero.plan.table.placement import Axes
 
 @dataclass(frozen=True)
 class Cut:
-    """Say that ranks along an axis of the mesh have different parts of a tensor, equal in size.
+    """Describe how a tensor is divided into equal parts over the ranks along a mesh axis.
 
     Attributes:
-        axis: of the mesh; or several, outermost first, whose ranks are counted as those of one.
-        dim: the dimension along which the tensor is divided.
-        spans: sizes of what is packed along it, each of which is divided by itself; ``()``: the dimension is one span.
-        uneven: the first dimension need not divide: the first parts have one row more than the last ones, which end
-            with a row of padding instead, so that parts are equal in size all the same.
+        axis: mesh axis; or several, outermost first, which count as one axis.
+        dim: dimension that is divided.
+        spans: sizes of the tensors packed along ``dim``, each divided separately; ``()``: the dimension is one span.
+        uneven: allow any size of the first dimension: the first parts have one row more than the last ones, which are
+            padded by one row, so that all parts have equal size.
 
     Raises:
-        ConfigError: no axis, a negative dimension, a span that is no positive size, or an uneven cut of anything but
-            the first dimension.
+        ConfigError: no axis, a negative dimension, a span that is not a positive size, or an uneven cut of another
+            dimension than the first.
 
     Example::
 
@@ -53,6 +53,7 @@ class Cut:
     uneven: bool = False
 
     def __post_init__(self) -> None:
+        # bool is an int in Python: True must not pass for a size. Uneven cuts pad rows of dimension 0 only.
         counts = (self.dim, *self.spans) if isinstance(self.spans, tuple) else ()
         whole = bool(counts) and all(isinstance(n, int) and not isinstance(n, bool) for n in counts)
         fits = not self.uneven or not (self.dim or self.spans)
@@ -66,14 +67,14 @@ class Cut:
 
     @property
     def axes(self) -> Axes:
-        """Return the axes whose ranks have the parts."""
+        """Return the mesh axes that hold the parts."""
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     def check(self, name: str, shape: Sequence[int], n: int) -> None:
-        """Check that the parameter ``name`` of this (unsharded) shape can be divided over ``n`` ranks.
+        """Check that the parameter ``name`` of this unsharded shape can be divided over ``n`` ranks.
 
         Raises:
-            ConfigError: it has no such dimension, its spans are not that dimension, or one of them does not divide.
+            ConfigError: the dimension does not exist, the spans do not add up to it, or a span cannot be divided.
         """
         subject = f"parameter {name}: cut over {self._called} along dimension {self.dim}"
         if self.dim >= len(shape) or (self.spans and sum(self.spans) != shape[self.dim]):
@@ -86,6 +87,7 @@ class Cut:
                 do="Give a dimension of the parameter, and the sizes of all that is packed along it, or no spans.",
             )
         whole = self._spans(shape)
+        # An uneven cut pads the last parts, but each rank still needs one row at least.
         wrong = next((span for span in whole if (span < n if self.uneven else span % n)), None)
         if wrong is not None:
             common = math.gcd(*whole)
@@ -103,7 +105,7 @@ class Cut:
         return torch.Size((*whole[: self.dim], -(-whole[self.dim] // n), *whole[self.dim + 1 :]))
 
     def pieces(self, whole: Sequence[int], n: int, index: int) -> list[tuple[int, int]]:
-        """Return what part ``index`` of ``n`` has: ranges ``[begin, end)`` of the cut dimension, in their order."""
+        """Return the ranges ``[begin, end)`` of the cut dimension in part ``index`` of ``n``, in order."""
         if n == 1:
             return [(0, whole[self.dim])]
         if self.uneven:
@@ -115,7 +117,7 @@ class Cut:
         return [(begin + index * size, begin + (index + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
 
     def take(self, whole: Tensor, n: int, index: int) -> Tensor:
-        """Return part ``index`` of ``n`` of a tensor; a view of it where the part is one range."""
+        """Return part ``index`` of ``n`` of a tensor; a view if it is one range."""
         ranges = [whole.narrow(self.dim, a, b - a) for a, b in self.pieces(whole.shape, n, index)]
         padding = self.shape(whole.shape, n)[self.dim] - sum(each.shape[self.dim] for each in ranges)
         if padding:
@@ -123,7 +125,7 @@ class Cut:
         return ranges[0] if len(ranges) == 1 else torch.cat(ranges, self.dim)
 
     def put(self, whole: Tensor, n: int, index: int, part: Tensor) -> None:
-        """Write part ``index`` of ``n`` where it belongs in a tensor."""
+        """Write ``part``, part ``index`` of ``n``, into its place in a tensor."""
         pieces = self.pieces(whole.shape, n, index)
         sizes = [b - a for a, b in pieces]
         present = part.narrow(self.dim, 0, sum(sizes))
@@ -140,12 +142,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutBlock:
-    """Describe consecutive elements of a tensor, and which part has them.
+    """Describe consecutive elements of a tensor, and the part they belong to.
 
     Attributes:
-        begin, end: elements of the tensor.
+        begin, end: range of elements of the tensor.
         owner: the part that has all of them; None: each part has an equal share.
-        start: the element of the owner, or of each part, with which what it has of them begins.
+        start: first element of this block within the owner, or within each part.
     """
 
     begin: int
@@ -156,12 +158,12 @@ class CutBlock:
 
 @dataclass(frozen=True)
 class TensorPortion:
-    """Describe what one rank has of a tensor that is cut.
+    """Describe one rank's part of a cut tensor.
 
     Attributes:
         cut: the cut.
-        whole: the shape of the tensor.
-        count, index: how many parts there are, and which of them this is.
+        whole: shape of the unsharded tensor.
+        count, index: number of parts, and the index of this one.
     """
 
     cut: Cut
@@ -171,12 +173,12 @@ class TensorPortion:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the part's shape."""
+        """Return the shape of the part."""
         return self.cut.shape(self.whole, self.count)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Return the ranges of the cut dimension that the part has."""
+        """Return the ranges of the cut dimension in this part."""
         return self.cut.pieces(self.whole, self.count, self.index)
 
     def of(self, index: int) -> TensorPortion:
@@ -184,14 +186,14 @@ class TensorPortion:
         return replace(self, index=index)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor of shape ``whole``."""
+        """Return this part of an unsharded tensor."""
         return self.cut.take(whole, self.count, self.index)
 
     def blocks(self, limit: int) -> Iterator[CutBlock]:
-        """Yield the tensor's elements in their order, at most ``limit`` at a time (or so many as a row has).
+        """Yield blocks of the tensor's elements in order, each of at most ``limit`` elements.
 
-        Where the dimension cut is the first, or what follows it is longer than ``limit``, each block is a range of one
-        part; else it is some rows of all parts.
+        A block is a number of rows of all parts if a row fits ``limit``. Else, or if the first dimension is cut, it is
+        a range of one part.
         """
         dim = self.cut.dim
         rows, inner = self.whole[:dim].numel(), self.whole[dim + 1 :].numel()
@@ -216,19 +218,19 @@ class TensorPortion:
                     had[owner] += stop - start
 
     def share_of(self, block: CutBlock) -> tuple[int, int]:
-        """Return which elements of the part a block has; none: an empty range."""
+        """Return the range of this part's elements in a block; may be empty."""
         if block.owner is None:
             return block.start, block.start + (block.end - block.begin) // self.count
         return block.start, block.start + (block.end - block.begin) * (block.owner == self.index)
 
     def out_of(self, block: CutBlock, values: Tensor) -> Tensor:
-        """Return the part's share of a block's elements: 1-D, maybe a view of ``values``."""
+        """Return this part's share of a block's elements: 1-D, possibly a view of ``values``."""
         if block.owner is None:
             return self._as_rows.take(self._rows_of(values), self.count, self.index).reshape(-1)
         return values if block.owner == self.index else values[:0]
 
     def into(self, block: CutBlock, values: Tensor, share: Tensor) -> None:
-        """Write the part's share of a block's elements, 1-D, into them."""
+        """Write this part's share of a block's elements, 1-D, into ``values``."""
         if block.owner is None:
             rows = self._rows_of(values)
             part = share.view(rows.shape[0], rows.shape[1] // self.count, rows.shape[2])

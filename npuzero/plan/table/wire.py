@@ -1,8 +1,8 @@
-"""The arithmetic of thin wires: what values take that travel in 8 or 4 bits, and over which axes they do.
+"""Arithmetic of quantized communication: message sizes of 8-bit and 4-bit values, and the axes that use them.
 
-Two things may travel so: parameters that are gathered before a unit computes (qwZ), and gradients that are reduced
-(qgZ). Both are ZeRO++'s (Wang et al., 2023, arXiv:2306.10209); the engine, its communicators' counts and the prediction
-all read this module. The format of a message, and how it is rounded, is in csrc/core/wire.h and csrc/ops/quantize.h.
+Parameters may be quantized for the all-gather before a unit computes (qwZ), gradients for their reduction (qgZ). Both
+are ZeRO++'s (Wang et al., 2023, arXiv:2306.10209). The engine, its communicators' byte counts and the prediction all
+use this module. The message format and the rounding are in csrc/core/wire.h and csrc/ops/quantize.h.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan.table.placement import DATA, Axes
 
-#: Bits of an element, by the name that a :class:`~npuzero.plan.Precision` has for the wire.
+#: Bits per element, by the wire's name in a :class:`~npuzero.plan.Precision`.
 THIN = {"int8": 8, "int4": 4}
-#: Elements that share a scale, by bits. Parameters start on a block and shards are whole blocks: so no code depends on
-#: which parameters share a flat, nor on the number of shards.
+#: Elements that share a scale, by bits. Parameters start on a block and shards are full blocks: so quantized values
+#: depend neither on which parameters share a flat parameter nor on the number of shards.
 BLOCKS = {8: 256, 4: 128}
-#: Messages begin on multiples of this many bytes.
+#: Messages start on multiples of this many bytes.
 MESSAGE_LINE = 512
 _SCALE_BYTES = 2
 
-#: What travels along an axis: a dtype, or a name of :data:`THIN`.
+#: Wire format along an axis: a dtype, or a name of :data:`THIN`.
 Wire = torch.dtype | str
-#: The same along all axes, or by axis.
+#: One wire format for all axes, or one per axis.
 Wires = Wire | Mapping[str, Wire] | tuple[tuple[str, Wire], ...] | None
 
 
 def thin_message_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of ``numel`` elements, whole blocks of them, in a message: codes, scales, and what rounds it up.
+    """Return the bytes of a message of ``numel`` elements, a number of full blocks: codes, scales and padding.
 
     Example: 1024 elements of 4 bits are 512 bytes of codes and 8 scales of 2, in 1024 bytes.
     """
@@ -40,12 +40,12 @@ def thin_message_bytes(numel: int, bits: int) -> int:
 
 
 class WireLevel(NamedTuple):
-    """Describe one collective of a sum that goes level by level.
+    """Describe one collective of a hierarchical sum.
 
     Attributes:
-        axes: over whose ranks.
-        bits: of an element on a thin wire; None: it travels in the communication dtype.
-        feedback: whether what rounding loses is added the next time.
+        axes: axes of its group.
+        bits: bits per element if quantized; None: sent in the communication dtype.
+        feedback: whether the rounding error is added in the next reduction.
     """
 
     axes: Axes
@@ -54,18 +54,19 @@ class WireLevel(NamedTuple):
 
 
 class AxisWireLevels(Protocol):
-    """Say of each axis how gradients travel along it, as a :class:`~npuzero.plan.Precision` does."""
+    """Return the wire level of gradients for each axis; implemented by :class:`~npuzero.plan.Precision`."""
 
     def level_of(self, axis: str) -> WireLevel: ...
 
 
 def levels_of(precision: AxisWireLevels, axes: Axes, size: Callable[[Axes], int]) -> tuple[WireLevel, ...]:
-    """Return the levels of a reduce_scatter over ``axes``, in their order; none where these are one rank.
+    """Return the levels of a reduce-scatter over ``axes``, in order; none if the group is one rank.
 
-    A thin axis is a level; plain axes in a row are one, and where all are plain that is the collective over ``axes``.
+    Each quantized axis is a level, and adjacent plain axes are merged. If all axes are plain, one collective runs over
+    ``axes``.
 
     Args:
-        size: of axes, the number of ranks.
+        size: function that returns the number of ranks of some axes.
     """
     if size(axes) == 1:
         return ()
@@ -74,15 +75,16 @@ def levels_of(precision: AxisWireLevels, axes: Axes, size: Callable[[Axes], int]
 
 
 def levels_beyond(precision: AxisWireLevels, axes: Axes, size: Callable[[Axes], int]) -> tuple[WireLevel, ...]:
-    """Return the levels of a sum of which every rank along ``axes`` keeps all: as for a reduce_scatter, after which
-    each gathers what the others have summed; where one is thin, innermost first, so that the least goes far.
+    """Return the levels of an all-reduce over ``axes``: a reduce-scatter over each level, then all-gathers.
+
+    If a level is quantized, the innermost comes first, so that the fewest bytes cross the outer axes.
     """
     levels = levels_of(precision, axes, size)
     return levels_of(precision, axes[::-1], size) if any(level.bits for level in levels) else levels
 
 
 def residual_numels(numel: int, levels: Iterable[WireLevel], size: Callable[[Axes], int]) -> Iterator[int]:
-    """Yield for each level the elements whose rounding error it keeps, of ``numel`` that the first one sends."""
+    """Yield the elements of rounding error that each level stores; the first level sends ``numel`` elements."""
     for level in levels:
         yield numel if level.feedback else 0
         numel //= size(level.axes)
@@ -99,11 +101,11 @@ def _merge_plain_levels(levels: Iterable[WireLevel]) -> list[WireLevel]:
 
 
 def sort_wires_by_axis(wires: Mapping[str, Wire] | tuple[tuple[str, Wire], ...]) -> tuple[tuple[str, Wire], ...]:
-    """Return what is said by axis as pairs in the mesh's order, so that equal precisions compare equal."""
+    """Return wires by axis as pairs in mesh order, so that equal precisions compare equal."""
     try:
         said: dict[str, Wire | None] = dict(wires)
     except (TypeError, ValueError):
-        said = {repr(wires): None}  # which is no axis
+        said = {repr(wires): None}  # fails the check below: not an axis
     for axis in said:
         if axis not in DATA:
             raise ConfigError(
@@ -116,7 +118,7 @@ def sort_wires_by_axis(wires: Mapping[str, Wire] | tuple[tuple[str, Wire], ...])
 
 
 def iter_named_wires(wires: Wires) -> Iterable[tuple[str, Wire | None]]:
-    """Return what is said of wires: the name under which it is, and the wire."""
+    """Return pairs of a display name and a wire."""
     if isinstance(wires, tuple):
         return [(f"wires[{axis!r}]", wire) for axis, wire in wires]
     assert not isinstance(wires, Mapping)
@@ -124,7 +126,7 @@ def iter_named_wires(wires: Wires) -> Iterable[tuple[str, Wire | None]]:
 
 
 def check_plain_wires(wires: Wires) -> None:
-    """Raise ConfigError where wires that are not thin are of several dtypes."""
+    """Raise ConfigError if wires that are not quantized have several dtypes."""
     plain = {wire for _, wire in iter_named_wires(wires) if isinstance(wire, torch.dtype)}
     if len(plain) > 1:
         raise ConfigError(
