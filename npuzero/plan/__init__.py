@@ -1,25 +1,16 @@
-"""THE TABLE: where each part of a training state rests, and what follows from it by arithmetic.
+"""The table: where a training state is stored, and the bytes and moves that follow from it. Pure data and arithmetic.
 
-A training state (parameters, gradients, optimizer states) is described by three facts: over which mesh axes it is
-sharded and in which memory it rests (a :class:`Placement` each), and its dtype (one :class:`Precision`).
-ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5
-(InternEvo), HSDP and MiCS, hpZ (ZeRO++, Wang et al., 2023) are values of this one table. A stage number appears in
-:meth:`Plan.preset` and nowhere else.
+A :class:`Plan` has a :class:`Placement` (mesh axes and memory) for parameters, gradients and optimizer states, and one
+:class:`Precision`. ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5 (InternEvo), HSDP, MiCS and hpZ (ZeRO++, Wang et
+al., 2023) are rows of the table; only :meth:`Plan.preset` knows stage numbers. With D = all data axes, a step is:
 
-With D = all data axes a step is four rules; each is the identity where its tuple is empty:
+- R1, before a unit computes: all-gather over the axes of ``parameters``, or of ``after_forward`` or ``between``.
+- R2, after a micro-batch's backward: reduce-scatter over ``gradients.axes``, and add to the accumulator.
+- R3, at the step: reduce-scatter over states - gradients, all-reduce over D - states.
+- R4, after the update: all-gather over states - parameters. A rule without axes does nothing.
 
-====  ==========================================  ==================================================================
-rule  when                                        what
-====  ==========================================  ==================================================================
-R1    before a unit computes                      all_gather over ``parameters.axes`` (backward: ``after_forward``'s)
-R2    after a micro-batch's backward              reduce_scatter over ``gradients.axes``, add into the accumulator
-R3    at the step boundary                        reduce_scatter over states - gradients, all_reduce over D - states
-R4    after the update                            all_gather over states - parameters
-====  ==========================================  ==================================================================
-
-What ``after_forward`` and ``between`` keep within a step R1 need not gather again: then its axes are theirs.
-
-This package is pure data and arithmetic: it knows no process group, no module and no device.
+In: a plan, the sizes of flat parameters, a mesh, a step's settings. Out: checked plans, a step's moves, a Report.
+Read presets.py, table/placement.py and prediction/step_schedule.py first.
 """
 
 from npuzero.plan.prediction.predict import predict_bytes

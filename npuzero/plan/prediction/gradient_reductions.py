@@ -1,4 +1,4 @@
-"""R2 and R3 in a schedule: what one rank's backward launches, and how each launch moves the earlier ones on."""
+"""R2 and R3 in a schedule: the reductions that backward launches, and how each launch advances the earlier ones."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from npuzero.plan.table.step_moves import (
 )
 from npuzero.plan.table.wire import WireLevel
 
-# So many launches of equal flats, and every reduction under way is one of theirs: each axis is one collective of it, or
-# two, and a launch moves it one on. From here on each launch does what the one before it did.
+# After this many launches of equal flat parameters every reduction in flight is one of theirs: each axis takes one or
+# two collectives, and each launch advances a reduction by one collective. From then on all launches add the same moves.
 _SETTLED = 12
 
 
 @dataclass(frozen=True)
 class _ReductionStage:
-    """Hold one collective of a reduction, as moves: what begins it, and what is done when the reduction moves on."""
+    """Hold one collective of a reduction, as moves: those that start it, and those when the reduction advances."""
 
     unit: int
     begins: tuple[Move, ...]
@@ -44,7 +44,7 @@ class _ReductionStage:
 def _make_reduction_stage(
     collective: PlannedCollective, begins: Iterable[Move], ends: Iterable[Move]
 ) -> _ReductionStage:
-    """Make a stage of what is done before its collective starts, and once that is over."""
+    """Make a stage from the moves before its collective starts and after it has finished."""
     wait = WaitCollective(collective.purpose, collective.unit)
     return _ReductionStage(collective.unit, (*begins, StartCollective(collective)), (wait, *ends))
 
@@ -63,8 +63,8 @@ def _make_plain_stage(
     """Make the stage of a sum in the communication dtype.
 
     Args:
-        sent: the buffer that the values are in, which is lent; None: they are float32, and stay where they are.
-        sums: what is lent for the result.
+        sent: pooled buffer with the values; None: they are float32, and stay where they are.
+        sums: pooled buffer for the result.
     """
     if kind.wire in (torch.float32, sent and sent.dtype):
         return _make_reduction_stage(collective, _allocate_moves(sums), _free_moves(sent))
@@ -82,10 +82,10 @@ def _iter_scatter_stages(
     numel: int,
     sent: StepBuffer | None,
 ) -> Iterator[_ReductionStage]:
-    """Yield the collectives of a reduce_scatter of ``numel`` elements, level by level; ``sent``: as in
-    :func:`_make_plain_stage`.
+    """Yield the collectives of a reduce-scatter of ``numel`` elements, level by level.
 
-    What a level has summed is lent to the next; the last one adds it to what is there.
+    Each level writes its sums to a pooled buffer for the next; the last level adds them to the accumulator.
+    ``sent``: as in :func:`_make_plain_stage`.
     """
     for i, level in enumerate(levels):
         ranks = kind.mesh.size(level.axes)
@@ -94,7 +94,7 @@ def _iter_scatter_stages(
             collective = kind.collective(purpose, unit, "reduce_scatter", level.axes, numel, kind.wire)
             yield _make_plain_stage(kind, collective, numel, sent, sums)
         else:
-            # Values are free as soon as they are codes, and codes that came once they are added up.
+            # Values are freed once they are quantized, and received codes once they are added.
             codes = kind.codes("reduce", level.axes, numel, level.bits)
             collective = PlannedCollective(purpose, unit, "all_to_all", level.axes, ranks, codes.nbytes)
             begins = (AllocateBuffer(codes), *_free_moves(sent), AllocateBuffer(codes))
@@ -111,7 +111,7 @@ def _iter_replicated_stages(kind: FlatKind, unit: int, wire: StepBuffer | None) 
         reduce = kind.collective(CollectivePurpose.BOUNDARY, unit, "all_reduce", kind.plan.beyond, numel, kind.wire)
         yield _make_plain_stage(kind, reduce, numel, wire)
         return
-    # Where sums are wider than the communication dtype, or that is thin, they are scattered in it and gathered as sums.
+    # If sums are wider than the wire, or the wire is quantized: reduce-scatter on the wire, then all-gather the sums.
     yield from _iter_scatter_stages(kind, CollectivePurpose.BOUNDARY, unit, kind.levels.spread, numel, wire)
     rounded = None if sums == torch.float32 else kind.lent(numel)
     part = numel
@@ -127,7 +127,7 @@ def _iter_replicated_stages(kind: FlatKind, unit: int, wire: StepBuffer | None) 
 
 
 def _list_reduction_stages(kind: FlatKind, unit: int, boundary: bool, wire: StepBuffer | None) -> list[_ReductionStage]:
-    """Return the collectives of one reduction in order; ``wire``: what this pass brings, if it is not accumulated."""
+    """Return the collectives of one reduction in order; ``wire``: this pass's gradients, if not accumulated."""
     stages: list[_ReductionStage] = []
     if kind.scattered:
         stages += _iter_scatter_stages(kind, CollectivePurpose.REDUCE, unit, kind.levels.scatter, kind.numel, wire)
@@ -143,27 +143,27 @@ def _list_reduction_stages(kind: FlatKind, unit: int, boundary: bool, wire: Step
 
 
 def _defers_boundary(kind: FlatKind) -> bool:
-    """Return whether R3 is left to the step, so that neither end of a pipeline holds up the other's passes."""
+    """Return whether R3 waits for the step, so that no end of a pipeline delays the passes of the other end."""
     return kind.plan.tied and kind.mesh.pipe > 1
 
 
 def _load_gradient_moves(kind: FlatKind, again: bool) -> tuple[Move, ...]:
-    """Return what is done before more is added to gradients that have a home; ``again``: something is there."""
+    """Return the moves before gradients stored on the host are added to; ``again``: the host has earlier ones."""
     copy = (CopyBytes(TO_DEVICE, kind.gradient.nbytes),) if again else ()
     return (AllocateBuffer(kind.gradient), *copy) if kind.homed else ()
 
 
 def _offload_gradient_moves(kind: FlatKind) -> tuple[Move, ...]:
-    """Return what is done once it is added."""
+    """Return the moves after gradients stored on the host are added to."""
     return (CopyBytes(TO_HOST, kind.gradient.nbytes), FreeBuffer(kind.gradient)) if kind.homed else ()
 
 
 class ReductionWriter:
-    """Write down reductions as backward launches them.
+    """Write the moves of reductions in the order that backward launches them.
 
     Args:
-        moves: where to.
-        overlapped: whether they run beside backward.
+        moves: list that the moves are appended to.
+        overlapped: whether reductions overlap backward.
     """
 
     def __init__(self, moves: list[Move], overlapped: bool) -> None:
@@ -172,24 +172,24 @@ class ReductionWriter:
         self._under_way: list[list[_ReductionStage]] = []
 
     def has(self, unit: PlannedUnit) -> bool:
-        """Tell whether one of ``unit`` is under way."""
+        """Tell whether a reduction of ``unit`` is in flight."""
         return any(stages[0].unit == unit.index for stages in self._under_way)
 
     def reduce(self, unit: PlannedUnit) -> None:
-        """Reduce what is reduced in this pass: backward has brought all gradients of ``unit``."""
+        """Reduce the gradients of ``unit``, which this backward pass has completed, as far as this pass requires."""
         unit.missing = False
         known: dict[int, Callable[[], None]] = {}
         for kind, count in reversed(unit.trainable):
             boundary = unit.last and kind.has_boundary and not _defers_boundary(kind)
             passes = boundary and kind.may_pass and unit.first
             wire = kind.lent(kind.numel) if kind.scattered or passes else None
-            # From home, where more is added; and there again. It comes when it is added to, or where that is sent on,
-            # when it is summed.
+            # Gradients stored on the host are loaded when this pass adds to them: at once, or, if they are sent first,
+            # when the first collective sums them. They are offloaded again afterwards.
             comes, goes = _load_gradient_moves(kind, again=not unit.first), _offload_gradient_moves(kind)
             if wire is None and not boundary:
                 if kind.homed:
                     self._moves.append(RepeatMoves(count, (*comes, *goes)))
-                continue  # it is added up
+                continue  # it is only accumulated
             if id(kind) not in known:
                 launched = LaunchReduction(unit.index)
                 filled = (*comes, launched) if wire is None else (AllocateBuffer(wire), launched)
@@ -207,7 +207,7 @@ class ReductionWriter:
                 self._moves.append(RepeatMoves(count - _SETTLED, again))
 
     def reduce_tied(self, root: PlannedUnit) -> None:
-        """Reduce at the step what both ends of a pipeline have, which is the root's."""
+        """Reduce at the step the parameters that both ends of a pipeline share; they belong to the root."""
         for kind, count in reversed(root.trainable):
             if _defers_boundary(kind):
                 comes, *stages = _list_reduction_stages(kind, root.index, True, None)[len(kind.levels.scatter) :]
@@ -219,9 +219,7 @@ class ReductionWriter:
         self.drain()
 
     def _launch(self, launch: tuple[Move, ...], stages: list[_ReductionStage]) -> None:
-        """Begin the reduction; ``launch``: its buffer is filled before earlier ones move on, so there are two at a
-        time.
-        """
+        """Begin a reduction. Its buffer is filled before earlier reductions advance, so two buffers exist at a time."""
         self._moves += launch[:-1]
         self._advance()
         self._moves.append(launch[-1])
@@ -230,7 +228,7 @@ class ReductionWriter:
             self.drain()
 
     def _advance(self) -> None:
-        """End each reduction's present collective and start its next."""
+        """End the current collective of each reduction and start its next."""
         under_way, self._under_way = self._under_way, []
         for stage, *rest in under_way:
             self._moves += stage.ends
@@ -242,6 +240,6 @@ class ReductionWriter:
             self._under_way.append(stages)
 
     def drain(self) -> None:
-        """Finish every reduction under way."""
+        """Finish every reduction in flight."""
         while self._under_way:
             self._advance()

@@ -1,4 +1,4 @@
-"""The update of what is far, as moves: chunk after chunk to the host, updated there, and back."""
+"""Moves of the update of offloaded states: each chunk is copied to the host, updated there, and copied back."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ from npuzero.plan.table.step_moves import (
 
 @dataclass(frozen=True)
 class _ChunkSize:
-    """Give what a chunk takes: elements, bytes by section, those of parameters that come to the host; and on NVMe the
-    extent of parameters, and what of them the update needs.
+    """Hold the sizes of a chunk.
+
+    Attributes:
+        numel: elements.
+        sections: bytes by ring section.
+        fetched: bytes of parameters copied to the host.
+        filed, read: bytes of the parameters' extent on NVMe, and those that the update reads.
     """
 
     numel: int
@@ -48,7 +53,7 @@ class _ChunkSize:
 
 @dataclass
 class _ChunkSizes:
-    """Add up chunks; what equal pieces take is worked out once."""
+    """Compute chunk sizes; equal pieces are computed once."""
 
     kinds: Sequence[FlatKind]
     moments: int
@@ -78,15 +83,15 @@ class _ChunkSizes:
 def offloaded_update_moves(
     runs: Sequence[tuple[FlatKind, int]], chunk_bytes: int, moments: int, on_device: bool
 ) -> Iterator[Move]:
-    """Yield the moves of an update of flats, given as runs of equal ones in order, of which something is far.
+    """Yield the moves of an update of flat parameters with offloaded states, given as runs of equal ones in order.
 
-    What is near of them is updated on the device, for which gradients come from their home. Where updates are delayed
-    the parameters that the last one made come first.
+    States on the device are updated there, with gradients copied from the host. A delayed update first copies the
+    parameters of the previous update to the device.
 
     Args:
-        chunk_bytes: of masters and moments in a chunk; 0: as many as is usual.
-        moments: of an element.
-        on_device: the device updates what is far, too, and reads it in the host's memory.
+        chunk_bytes: bytes of masters and moments per chunk; 0: the default.
+        moments: moments per element.
+        on_device: whether the device updates offloaded states, reading them in host memory.
     """
     yield from (CopyBytes(TO_DEVICE, k.far * k.dtype.itemsize, n) for k, n in runs if k.plan.lag)
     near = [(StepBuffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near]
@@ -109,7 +114,7 @@ def _chunked_update_moves(
         return
     distinct = set(chunks)
     slots = [round_up_pages(max(section)) for section in zip(*(size.sections for size in distinct), strict=True)]
-    # They stay from step to step, as what a pool lends does.
+    # Rings are kept from step to step, as pooled buffers are.
     ring = [
         (StepBuffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), min(RING_SLOTS, len(chunks)))
         for nbytes in slots
@@ -122,7 +127,7 @@ def _chunked_update_moves(
 
 
 def _chunk_moves(size: _ChunkSize) -> Iterator[Move]:
-    """Yield what is done to one chunk."""
+    """Yield the moves of one chunk."""
     gradients, parameters, masters, moments = size.sections
     record = round_up_pages(masters) + round_up_pages(moments)
     moves = (

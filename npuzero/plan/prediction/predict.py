@@ -1,4 +1,4 @@
-"""What one rank holds and sends in a step: the sum of its schedule, and what rests between steps."""
+"""Prediction of the bytes one rank holds and sends in a step: the sum of its schedule, and storage between steps."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from npuzero.plan.table.step_moves import (
     StepBuffer,
 )
 
-#: A memory space, and a part of the training state there.
+#: A memory space, and a part of the training state.
 Where = tuple[Memory, str]
 
 
 def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: StepSpec) -> Report:
-    """Return what one rank holds and sends in one steady step: the table's arithmetic.
+    """Return the bytes one rank holds and sends in one steady step.
 
     Args:
-        plan, flats, mesh: the row, the model (flats in order of their units), the ranks.
-        step: how the step is run.
+        plan, flats, mesh: the model's plan, its flat parameters in order of their units, and the sizes of the mesh.
+        step: settings of the step.
     """
     return build_report(plan, flats, mesh, step.moments, steady_step(flats, plan, mesh, step))
 
 
 def build_report(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, moments: int, moves: Sequence[Move]) -> Report:
-    """Return what :func:`predict_bytes` does, of a step whose ``moves`` are known."""
+    """Return the report of :func:`predict_bytes` for given ``moves``."""
     held: dict[Memory, dict[str, int]] = {Memory.DEVICE: dict.fromkeys(LABELS, 0)}
     for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, moments) + peak_step_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
@@ -66,7 +66,7 @@ def iter_collectives(moves: Iterable[Move]) -> Iterator[tuple[PlannedCollective,
 
 
 def iter_copies(moves: Iterable[Move]) -> Iterator[tuple[CopyBytes, int]]:
-    """Yield each copy of a schedule, and how often it is made."""
+    """Yield each copy of a schedule, and how often it runs."""
     for move in moves:
         if isinstance(move, CopyBytes):
             yield move, move.count
@@ -75,8 +75,9 @@ def iter_copies(moves: Iterable[Move]) -> Iterator[tuple[CopyBytes, int]]:
 
 
 def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moments: int) -> Counter[Where]:
-    """Return the bytes that rest between steps: parameters, masters and moments, and gradients that have a home on
-    the host; where updates are delayed another home, and the parameters that they make.
+    """Return the bytes stored between steps: parameters, masters, moments, and gradient buffers on the host.
+
+    Delayed updates add a second gradient buffer and the updated parameters, on the host.
     """
     held: Counter[Where] = Counter()
     for flat, equal in itertools.groupby(flats):
@@ -95,16 +96,14 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
 
 
 def peak_step_bytes(moves: Iterable[Move]) -> Counter[Where]:
-    """Return the high water of what comes and goes within a step."""
+    """Return the peak bytes of buffers within a step."""
     tide = _BufferPeaks()
     tide.walk(moves)
     return tide.peak + tide.pooled
 
 
 class _BufferPeaks:
-    """Count what is held now, and was at most; apart from it what pools have made,
-    which they keep from step to step.
-    """
+    """Track allocated bytes and their peak, and separately the bytes of pooled buffers, which pools never free."""
 
     def __init__(self) -> None:
         self.now: Counter[Where] = Counter()
@@ -118,7 +117,7 @@ class _BufferPeaks:
                 self._take(move.buffer, move.count)
             elif isinstance(move, FreeBuffer):
                 self._give(move.buffer, move.count)
-            elif isinstance(move, RepeatMoves):  # each time the same
+            elif isinstance(move, RepeatMoves):  # each repetition has the same peak
                 self.walk(move.moves)
 
     def _take(self, buffer: StepBuffer, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What one rank held and sent in a step: the same record whether it was predicted or measured."""
+"""Report of the bytes that one rank holds and sends in a step, the same record for predictions and measurements."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from npuzero.plan.presets import Plan
 from npuzero.plan.table.placement import Memory
 
-#: The parts of a training state that a report counts; ``buffers`` are what lives within a step only.
+#: Parts of a training state in a report; ``buffers`` exist only within a step.
 LABELS = ("parameters", "gradients", "states", "buffers")
-#: Verbs that every report lists; whatever else is sent stands before ``control``.
+#: Verbs listed in every report; further verbs come before ``control``.
 VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
-#: Ways between memories that every report lists.
+#: Links between memories listed in every report.
 TO_HOST, TO_DEVICE, TO_DISK, FROM_DISK = LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
 
 #: Bytes sent, by axis and collective.
@@ -22,19 +22,20 @@ Sent = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Report:
-    """Give the bytes of one rank for one step, predicted or measured.
+    """Hold the bytes of one rank for one step, predicted or measured.
 
     Attributes:
         held: by memory space (:class:`Memory`), then by state: ``parameters``, ``gradients``, ``states``, ``buffers``
-            (high water of what lives within a step only: gathered units, held copies, communication buffers).
-        bytes_sent: by collective, payload bytes this rank sends; ``control`` is what the engine says to itself (which
-            parameters took part, the norm) and never grows with the model's size in elements.
-        plan: the plan it belongs to.
+            (peak of the memory that exists only within a step: unsharded units, copies kept after forward,
+            communication buffers).
+        bytes_sent: by collective, payload bytes this rank sends; ``control`` is the engine's own traffic (which
+            parameters got gradients, the norm) and does not grow with the number of elements.
+        plan: the plan of the step.
         world: number of ranks.
         bytes_moved: by link between two memories of this rank (:data:`LINKS`), bytes copied.
-        sent_along: ``bytes_sent`` but for ``control`` by the axis along which they go (``"local"``, ``"node"``), then
-            by collective. One over several axes goes level by level
-            (:func:`~npuzero.plan.table.mesh_shape.axis_bytes`); axes along which nothing goes are left out.
+        sent_along: ``bytes_sent`` without ``control``, by mesh axis (``"local"``, ``"node"``), then by collective. A
+            collective over several axes runs level by level (:func:`~npuzero.plan.table.mesh_shape.axis_bytes`); axes
+            without traffic are left out.
 
     Example::
 
@@ -64,7 +65,7 @@ class Report:
         return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
 
     def with_more(self, verb: str, axis: str, nbytes: int) -> Report:
-        """Return it with so many bytes more that ``verb`` sends along ``axis``."""
+        """Return a copy with ``nbytes`` added to those that ``verb`` sends along ``axis``."""
         if not nbytes:
             return self
         sent = {**self.bytes_sent, verb: self.bytes_sent.get(verb, 0) + nbytes}
@@ -74,7 +75,7 @@ class Report:
 
 
 def sent_by_axis(sent: Sent) -> dict[str, dict[str, int]]:
-    """Return bytes as :attr:`Report.sent_along` has them."""
+    """Return bytes in the form of :attr:`Report.sent_along`."""
     along: dict[str, dict[str, int]] = {}
     for (axis, verb), nbytes in sent.items():
         along.setdefault(axis, {})[verb] = nbytes
@@ -82,9 +83,7 @@ def sent_by_axis(sent: Sent) -> dict[str, dict[str, int]]:
 
 
 def sent_by_verb(sent: Sent, control: int) -> dict[str, int]:
-    """Return bytes as :attr:`Report.bytes_sent` lists them: the training state's, and the engine's own as
-    ``control``.
-    """
+    """Return bytes in the form of :attr:`Report.bytes_sent`: the training state's, and the engine's as ``control``."""
     state: Counter[str] = Counter()
     for (_, verb), nbytes in sent.items():
         state[verb] += nbytes

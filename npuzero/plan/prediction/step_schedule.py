@@ -1,14 +1,14 @@
-"""The moves of one steady step on one rank: the engine's order, without an engine.
+"""Moves of one steady step on one rank, in the engine's order, as data.
 
-The engine applies the four rules as torch's hooks come; what it then does, in which order and with which buffers,
-follows from the plan, the flats, the mesh and a few settings. This module writes that down as data. The prediction sums
-it (``predict.py``), a test compares the engine's own events with it, and a planner may time it.
+The engine applies the four rules from torch's hooks; the order of its actions and its buffers follow from the plan, the
+flat parameters, the mesh and a few settings. The prediction sums these moves (``predict.py``), a test compares the
+engine's events with them, and a planner may time them.
 
-What is assumed: units run one after another in forward, each once, and backward in reverse; a unit that spans others,
-as the root does, begins before them and ends after them, and so do its gradients; every parameter that trains gets a
-gradient; the step before had as many micro-batches, so that the last one is foreseen.
+Assumptions: units run one after another in forward, each once, and backward runs in reverse; a unit that contains
+others, such as the root, begins before them and ends after them, and so do its gradients; every trainable parameter
+gets a gradient; the step before had as many micro-batches, so the engine knows which one is last.
 
-A model may have 100,000 flats, of few kinds: equal neighbours are one run, and moves carry a count.
+A model may have 100,000 flat parameters of few kinds: equal neighbours are one run, and moves have a count.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from npuzero.plan.table.step_moves import (
     record_moves,
 )
 
-#: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
-#: follow different rules.
+#: Numbers in each step's vote next to those of the parameters, one bit each: ranks detect if they follow different
+#: rules.
 DIGEST_BITS = 32
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Describe how a step is run.
+    """Describe how a step runs.
 
     Attributes:
-        trainable_parameters: number of trainable parameter tensors: the vote carries a float for each.
-        tied_parameters: how many of them the first and the last stage of a pipeline have in common.
+        trainable_parameters: number of trainable parameter tensors; the vote has a float for each.
+        tied_parameters: how many of them the first and the last stage of a pipeline share.
         micro_batches: forward and backward passes, none of them under ``no_sync``.
-        prefetch: units gathered ahead, where parameters overlap.
-        overlaps_gradients: whether reductions run beside backward.
-        overlaps_parameters: whether gathers run beside compute.
-        clip: whether the gradient norm is taken.
-        moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
-        chunk_bytes: of masters and moments that are updated at a time, where they are far; 0: as many as is usual.
-        on_device: whether the device updates what is far, reading it where it rests.
-        spans: for each unit the index of the last one that runs inside of it, or its own; (): the root spans all
-            others, and none of these any.
-        parts: of a model that is divided, as a pipeline's stages are: the indices of each part's units, the root's
-            among them; (): one part.
-        acts: the passes of these parts in their order: a part's number, and whether it is a backward pass; those of a
-            part come in the order of their micro-batches. (): ``micro_batches`` of the whole model, one after another.
+        prefetch: units gathered ahead, if parameters overlap.
+        overlaps_gradients: whether reductions overlap backward.
+        overlaps_parameters: whether gathers overlap compute.
+        clip: whether the gradient norm is computed.
+        moments: optimizer state tensors per parameter in addition to the master (Adam: 2, with amsgrad 3).
+        chunk_bytes: bytes of masters and moments per chunk of an offloaded update; 0: the default.
+        on_device: whether the device updates offloaded states, reading them in host memory.
+        spans: for each unit the index of the last unit nested in it, or its own index; (): all others are nested in
+            the root, and none in another unit.
+        parts: of a divided model, such as pipeline stages: the indices of each part's units, including the root; ():
+            one part.
+        acts: the passes of the parts in order: index of the part, and whether it is a backward pass; those of one part
+            in the order of their micro-batches. (): ``micro_batches`` of the full model, one after another.
     """
 
     trainable_parameters: int
@@ -92,7 +92,7 @@ def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: St
 
 
 class _StepWriter:
-    """Write down what one rank does."""
+    """Write the moves of one rank."""
 
     def __init__(self, units: list[PlannedUnit], mesh: MeshShape, plan: Plan, step: StepSpec) -> None:
         self._units = units
@@ -105,7 +105,8 @@ class _StepWriter:
         self._whole = UnitPart(units, self._spans)
         self._parts = [UnitPart([units[i] for i in each], self._spans) for each in step.parts] or [self._whole]
         self._reductions = ReductionWriter(self._moves, step.overlaps_gradients)
-        # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
+        # Offloaded units whose update overlaps the next forward, and all units after them: R4 starts where it is
+        # awaited.
         late = step.overlaps_parameters and not plan.lag and any(unit.far for unit in units)
         first = next((i for i, unit in enumerate(units) if unit.far), 0)
         self._late = units[first:] if late else []
@@ -113,16 +114,16 @@ class _StepWriter:
         self._filed = NvmeLayout([unit.runs for unit in units], step.chunk_bytes)
 
     def moves(self) -> list[Move]:
-        """Return the whole step."""
+        """Return all moves of the step."""
         if not self._units:
             return []
         self._moves += [AllocateBuffer(*ring) for ring in self._filed.rings]
-        if self._step.overlaps_parameters:  # the last step's R4 is under way
+        if self._step.overlaps_parameters:  # R4 of the last step is in flight
             self._owed.extend(self._late)
             for unit in self._units[: len(self._units) - len(self._late)]:
                 unit.restores = sum(count for kind, count in unit.trainable if kind.many(kind.plan.restored))
         self._acts(self._step.acts) if self._step.acts else self._micro_batches(self._step.micro_batches)
-        for unit in self._units:  # the update begins: nothing that it makes stale stays
+        for unit in self._units:  # the update makes copies stale: release them
             self._release(unit, unit.rests)
         self._finish_gradients()
         runs = [run for unit in self._units for run in unit.trainable]
@@ -130,12 +131,12 @@ class _StepWriter:
         for unit in self._units[: len(self._units) - len(self._late)]:
             self._restore(unit)
         self._moves += [FreeBuffer(*ring) for ring in self._filed.rings]
-        for unit in self._units:  # zero_grad(), where they are large
+        for unit in self._units:  # zero_grad() frees large gradients
             self._moves += [FreeBuffer(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
         return self._moves
 
     def _acts(self, acts: Sequence[tuple[int, bool]]) -> None:
-        """Add forwards and backwards of parts, in the order given."""
+        """Append forwards and backwards of parts, in the given order."""
         passes = Counter(unit.index for number, backward in acts if backward for unit in self._parts[number].units)
         for unit in self._units:
             unit.passes = passes[unit.index]
@@ -143,12 +144,12 @@ class _StepWriter:
             (self._backward if backward else self._forward)(self._parts[number])
 
     def _micro_batches(self, count: int) -> None:
-        """Forward and backward of the whole model, ``count`` times."""
+        """Forward and backward of the full model, ``count`` times."""
         for unit in self._units:
             unit.passes = count
         if count > 1:
             self._pass()
-        if count > 2:  # all alike: the first finds no gradients, the last sends them where the step wants them
+        if count > 2:  # equal passes; only the first starts without gradients, only the last may run R3
             self._moves.append(RepeatMoves(count - 2, record_moves(self._moves, self._pass)))
             for unit in self._units:
                 unit.passed = count - 1
@@ -168,15 +169,15 @@ class _StepWriter:
                 self._release(unit, unit.after_forward)
 
     def _backward(self, part: UnitPart) -> None:
-        # Before backward reaches any of them: what is gathered ahead depends on which units are done.
+        # Mark all units first: prefetch depends on which units backward has finished.
         for unit in part.units:
             unit.missing = bool(unit.trainable)
         late: list[PlannedUnit] = []
         for unit, begins in walk_units(part.by_end[::-1], self._spans):
             if begins:
                 self._backward_reaches(unit, part)
-                # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
-                # the unit before, is told first.
+                # A unit with frozen parameters is released once its inputs have gradients. Autograd calls the hook of
+                # their producer, the unit before, first: so the release comes after that unit has begun.
                 for each in late:
                     self._release(each, each.between)
                 late = []
@@ -208,7 +209,7 @@ class _StepWriter:
             self._gather_ahead(part, before[::-1][: self._prefetch])
         self._moves.append(ComputePass(unit.index, backward=True))
         if self._reductions.has(unit):
-            self._reductions.drain()  # of the pass before: what is being summed cannot be added to
+            self._reductions.drain()  # of the pass before: a gradient in reduction cannot be added to
         if unit.first:
             self._moves += [AllocateBuffer(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
 
@@ -234,7 +235,7 @@ class _StepWriter:
                         CollectivePurpose.GATHER, unit.index, "all_gather", held.axes, kind.numel, kind.dtype
                     )
                     bits = kind.plan.precision.gather_bits
-                    if bits and not held.more:  # what rests travels thin, copies of it as they are
+                    if bits and not held.more:  # stored shards are sent quantized, copies of them are not
                         codes = kind.codes("gather", held.axes, kind.numel, bits)
                         gather = replace(gather, nbytes=codes.nbytes)
                         self._moves.append(AllocateBuffer(codes, count))
@@ -251,10 +252,10 @@ class _StepWriter:
             unit.state = PlannedUnitState.WHOLE
 
     def _release(self, unit: PlannedUnit, keep: list[HeldParameters]) -> None:
-        """Hold ``keep`` of a unit, by run, and no more."""
+        """Keep only ``keep`` of a unit's parameters, one entry per run."""
         if not unit.apart or unit.state is PlannedUnitState.SHARDED:
             return
-        if unit.state is PlannedUnitState.GATHERING:  # gathered ahead, and never used
+        if unit.state is PlannedUnitState.GATHERING:  # prefetched, never used
             self._finish_gather(unit)
         for (kind, count), before, held in zip(unit.runs, unit.held, keep, strict=True):
             if before.copy != held.copy:
@@ -285,7 +286,7 @@ class _StepWriter:
             unit.restores = 0
 
     def _finish_gradients(self) -> None:
-        """Finish what backward left, the vote on which parameters took part, and the norm."""
+        """Finish the remaining reductions, the vote on which parameters got gradients, and the norm."""
         self._reductions.drain()
         for unit in (unit for unit, begins in walk_units(self._whole.by_end[::-1], self._spans) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
@@ -293,8 +294,8 @@ class _StepWriter:
         self._reductions.reduce_tied(self._units[0])
         owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
-            # Beside the parameters: whether a program dropped gradients, or wrote into parameters, whether data ranks
-            # have one batch, and the digest.
+            # Besides the parameters: whether a program dropped gradients, whether it wrote into parameters, whether
+            # data ranks have the same batch, and the digest.
             votes = self._step.trainable_parameters + 3 + DIGEST_BITS
             self._control(CollectivePurpose.VOTE, STAGE, 4 * votes)
         if self._step.tied_parameters:

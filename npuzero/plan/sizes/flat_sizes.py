@@ -1,4 +1,4 @@
-"""Flats as the arithmetic sees them: their sizes, and what all flats of one kind have in common."""
+"""Sizes of flat parameters, and the buffers and collectives that all flat parameters of one kind share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from npuzero.plan.table.wire import WireLevel, levels_beyond, levels_of, residua
 
 @dataclass(frozen=True)
 class FlatSize:
-    """Describe one flat to the arithmetic.
+    """Describe the size of one flat parameter.
 
     Attributes:
-        unit: index of its unit in order of execution; the root unit is 0, since it spans the others.
-        numel: padded elements.
-        dtype: of the parameters.
-        trainable: frozen flats have neither gradients nor states.
-        plan: its own; None: the model's.
+        unit: index of its unit in order of execution; the root unit is 0, since it contains the others.
+        numel: elements, with padding.
+        dtype: dtype of the parameters.
+        trainable: frozen flat parameters have neither gradients nor states.
+        plan: its plan; None: the model's.
     """
 
     unit: int
@@ -36,12 +36,12 @@ class FlatSize:
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """Describe what of a flat's parameters stays on the device while its unit waits to compute.
+    """Describe how much of a flat parameter stays on the device while its unit waits to compute.
 
     Attributes:
-        more: whether that is more than rests there between steps.
-        axes: over which it is sharded, and gathered; where it is no more those of the resting parameters.
-        copy: the buffer where it lies; None where it is no more, or all.
+        more: whether it is more than the shard stored between steps.
+        axes: axes it is sharded over, and gathered over; if ``more`` is false, those of the stored parameters.
+        copy: its buffer; None if ``more`` is false, or if the parameters stay unsharded.
     """
 
     more: bool
@@ -56,13 +56,13 @@ class HeldParameters:
 
 @dataclass(frozen=True)
 class ReductionLevels:
-    """Hold the collectives by which gradients are summed, level by level.
+    """Hold the collectives that sum gradients, level by level.
 
     Attributes:
-        scatter: of R2.
-        deepen: of R3's reduce_scatter over the axes that shard states further.
-        spread: of its sum over those that replicate them.
-        residuals: elements of what rounding loses, kept for the next time.
+        scatter: those of R2.
+        deepen: those of R3's reduce-scatter over the axes that shard states further.
+        spread: those of R3's sum over the axes that replicate states.
+        residuals: elements of stored rounding errors (error feedback).
     """
 
     scatter: tuple[WireLevel, ...]
@@ -72,13 +72,13 @@ class ReductionLevels:
 
     @property
     def first(self) -> Axes:
-        """Return the axes of the first collective, whose ranks read the communication buffer in place."""
+        """Return the axes of the first collective; its ranks read the communication buffer in place."""
         return next((level.axes for level in (*self.scatter, *self.deepen, *self.spread)), ())
 
 
 @dataclass(frozen=True)
 class FlatKind:
-    """Describe what equal flats share: length, dtype and plan, and the buffers and collectives that follow."""
+    """Describe equal flat parameters: length, dtype, plan, and the buffers and collectives that follow from these."""
 
     numel: int
     dtype: torch.dtype
@@ -92,31 +92,31 @@ class FlatKind:
         return FlatKind(flat.numel, flat.dtype, flat.trainable, flat.plan or plan, mesh)
 
     def shard(self, placement: Placement) -> int:
-        """Return the elements of a shard of this part."""
+        """Return the elements of one shard under ``placement``."""
         return self.numel // self.mesh.size(placement.axes)
 
     def many(self, axes: Axes) -> bool:
-        """Tell whether a collective over ``axes`` is one, and not the identity."""
+        """Tell whether a group over ``axes`` has several ranks, so that a collective does something."""
         return self.mesh.size(axes) > 1
 
     @cached_property
     def apart(self) -> bool:
-        """Tell whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
+        """Tell whether unsharded parameters need a separate buffer, allocated and freed as units compute."""
         return self.many(self.plan.parameters.axes) or self.plan.parameters.far
 
     @cached_property
     def after_forward(self) -> HeldParameters:
-        """Return what is held between forward and backward."""
+        """Return the parameters kept between forward and backward."""
         return _find_held_parameters(self, self.plan.held_after_forward)
 
     @cached_property
     def between(self) -> HeldParameters:
-        """Return what is held between backward and the next micro-batch's forward."""
+        """Return the parameters kept between backward and the next micro-batch's forward."""
         return _find_held_parameters(self, self.plan.held_between)
 
     @cached_property
     def rests(self) -> HeldParameters:
-        """Return what is held between steps: no more than rests."""
+        """Return the parameters kept between steps: the stored shard only."""
         return _find_held_parameters(self, self.plan.parameters)
 
     @cached_property
@@ -125,22 +125,22 @@ class FlatKind:
 
     @cached_property
     def near(self) -> int:
-        """Return the elements of this rank's states that rest on the device."""
+        """Return the elements of this rank's states on the device."""
         return device_shard_numel(self.plan.states, self.shard(self.plan.states))
 
     @cached_property
     def far(self) -> int:
-        """Return the elements of this rank's states that rest elsewhere."""
+        """Return the elements of this rank's states that are offloaded."""
         return self.shard(self.plan.states) - self.near
 
     @cached_property
     def gradient(self) -> StepBuffer:
-        """Return the buffer of gradients on the device: where they rest, or what they are summed in on their way."""
+        """Return the buffer of gradients on the device: their storage, or the accumulator before they are offloaded."""
         return StepBuffer(Memory.DEVICE, "gradients", self.shard(self.plan.gradients), torch.float32)
 
     @cached_property
     def homed(self) -> bool:
-        """Tell whether gradients have a home on the host."""
+        """Tell whether gradients are stored on the host."""
         return self.plan.gradients.far
 
     @cached_property
@@ -159,18 +159,18 @@ class FlatKind:
 
     @cached_property
     def may_pass(self) -> bool:
-        """Tell whether gradients of a step's only pass are sent as they come: their accumulator has another dtype."""
+        """Tell whether R3 can send the gradients of a step's only pass directly, without a float32 accumulator."""
         return self.has_boundary and not self.scattered and self.wire != torch.float32
 
     def collective(
         self, purpose: CollectivePurpose, unit: int, verb: str, axes: Axes, numel: int, dtype: torch.dtype
     ) -> PlannedCollective:
-        """Return the collective ``verb`` over ``numel`` elements, before they are sharded over ``axes``."""
+        """Return the collective ``verb`` over ``axes`` with ``numel`` elements in its unsharded buffer."""
         return PlannedCollective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
 
     @cached_property
     def levels(self) -> ReductionLevels:
-        """Return the collectives by which gradients are summed."""
+        """Return the collectives that sum gradients."""
         plan, size = self.plan, self.mesh.size
         scatter = levels_of(plan.precision, plan.gradients.axes, size)
         deepen = levels_of(plan.precision, plan.deeper, size)
@@ -180,18 +180,18 @@ class FlatKind:
         return ReductionLevels(scatter, deepen, spread, sum(map(sum, kept)))
 
     def lent(self, numel: int, dtype: torch.dtype | None = None) -> StepBuffer:
-        """Return a communication buffer from the pool, in the communication dtype unless another is named."""
+        """Return a pooled communication buffer, in the communication dtype unless another is given."""
         return StepBuffer(Memory.DEVICE, "buffers", numel, dtype or self.wire, ("reduce", self.levels.first))
 
     def codes(self, channel: str, axes: Axes, numel: int, bits: int) -> StepBuffer:
-        """Return a buffer from the pool for ``numel`` elements, in a message for each rank of ``axes``."""
+        """Return a pooled buffer for ``numel`` quantized elements, in one message per rank of ``axes``."""
         ranks = self.mesh.size(axes)
         nbytes = ranks * thin_message_bytes(numel // ranks, bits)
         return StepBuffer(Memory.DEVICE, "buffers", nbytes, torch.uint8, (channel, axes))
 
 
 def _find_held_parameters(kind: FlatKind, placement: Placement) -> HeldParameters:
-    """Return what is held of a flat's parameters where they rest as ``placement`` says."""
+    """Return the parameters of a flat parameter that ``placement`` keeps on the device."""
     resting, mesh = kind.plan.parameters, kind.mesh
     more = not placement.far if resting.far else mesh.size(placement.axes) < mesh.size(resting.axes)
     copied = more and kind.many(placement.axes)

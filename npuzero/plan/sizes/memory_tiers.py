@@ -1,4 +1,4 @@
-"""What rests farther away than the device: how much of a shard does, in which chunks it is updated, what each takes.
+"""Offloaded parts of shards: their length, the chunks of their update, and the bytes of each chunk.
 
 The engine and the prediction call the same functions, so that they agree to the byte.
 """
@@ -15,33 +15,33 @@ from npuzero.plan.presets import Plan
 from npuzero.plan.table.placement import Memory, Placement
 from npuzero.plan.table.precision import MOMENT_BLOCK, Precision
 
-#: Bytes of masters and moments in a chunk of what is far, where no setting says it.
+#: Default bytes of masters and moments per chunk of an offloaded update.
 FAR_CHUNK_BYTES = 32 * 2**20
-#: Chunks that are on the host at a time: one goes, one is updated, one comes.
+#: Chunks on the host at a time: one is written back, one is updated, one is read.
 RING_SLOTS = 3
-#: Units whose parameters are on their way from NVMe to the device: one leaves the host, one comes there.
+#: Units with parameters in transfer from NVMe to the device: one leaves the host, one is read into it.
 READ_SLOTS = 2
-#: Extents on a disk, and slots of a ring, are whole pages, as files that are read past the page cache want them.
+#: Extents on a disk and slots of a ring are full pages, as direct I/O requires.
 PAGE_BYTES = 4096
-#: Each state of a piece begins on a multiple of this within its extent.
+#: Each state of a piece starts on a multiple of this within its extent.
 STATE_ALIGNMENT = 64
 
 
 def device_shard_numel(placement: Placement, numel: int) -> int:
-    """Return how many elements of a shard of ``numel``, its first ones, rest on the device: whole blocks of moments."""
+    """Return the elements at the start of a shard of ``numel`` that stay on the device: full blocks of moments."""
     if not placement.far:
         return numel
     return int((1.0 - placement.share) * numel) // MOMENT_BLOCK * MOMENT_BLOCK
 
 
 def offloaded_block_bytes(precision: Precision, parameter: torch.dtype) -> int:
-    """Return what MOMENT_BLOCK elements of far masters and two moments count for, by which far shards are divided."""
+    """Return the bytes that MOMENT_BLOCK offloaded elements count for in a chunk: masters and two moments."""
     beside = 0 if precision.keeps_fp32_masters(parameter) else parameter.itemsize
     return MOMENT_BLOCK * (precision.master_bytes(parameter) + beside) + 2 * precision.moment_bytes(MOMENT_BLOCK)
 
 
 class TierPart(NamedTuple):
-    """Name the elements ``[begin, end)`` of the shard number ``shard``."""
+    """Name the elements ``[begin, end)`` of shard number ``shard``."""
 
     shard: int
     begin: int
@@ -49,11 +49,11 @@ class TierPart(NamedTuple):
 
 
 def divide_shards(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> Iterator[list[TierPart]]:
-    """Divide shards, laid end to end, into chunks of as many blocks as fit, one at least.
+    """Divide the concatenation of shards into chunks of as many blocks as fit, at least one.
 
     Args:
-        shards: of each its first element, the end, and what MOMENT_BLOCK elements of it count for.
-        chunk_bytes: 0: all in one.
+        shards: for each its first element, its end, and the bytes that MOMENT_BLOCK of its elements count for.
+        chunk_bytes: size of a chunk; 0: one chunk.
     """
     parts: list[TierPart] = []
     room = limit = chunk_bytes or sys.maxsize
@@ -73,12 +73,12 @@ def divide_shards(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> I
 
 
 class RingSections(NamedTuple):
-    """Give the bytes of far elements on their way through the host, by section of a ring; those of a chunk add up.
+    """Hold the bytes of offloaded elements in each section of a host ring; those of a chunk add up.
 
     Attributes:
-        gradients: that rest on the device; others are read where they are.
-        parameters: that rest on the device, which are updated, or rounded from float32 masters.
-        masters, moments: those on NVMe; others are updated where they are.
+        gradients: gradients stored on the device; gradients on the host are read in place.
+        parameters: parameters stored on the device, which are updated, or rounded from float32 masters.
+        masters, moments: those on NVMe; those on the host are updated in place.
     """
 
     gradients: int
@@ -90,15 +90,15 @@ class RingSections(NamedTuple):
 def ring_section_bytes(
     plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_device: bool = False
 ) -> RingSections:
-    """Return what ``numel`` far elements of one flat's shard, updated together, take in each section.
+    """Return the bytes of ``numel`` offloaded elements of one shard, updated together, in each section.
 
     Args:
-        parameter: dtype of the flat.
-        moments: of an element.
-        on_device: the device updates, and reads the host's memory itself.
+        parameter: dtype of the parameters.
+        moments: moments per element.
+        on_device: whether the device updates them, reading host memory directly.
     """
     precision, on_disk = plan.precision, plan.states.memory is Memory.NVME
-    in_place = on_device or plan.lag > 0  # a delayed update has parameters of its own on the host
+    in_place = on_device or plan.lag > 0  # a delayed update has a copy of the parameters on the host
     return RingSections(
         gradients=0 if in_place or plan.gradients.far else numel * torch.float32.itemsize,
         parameters=0 if in_place or plan.parameters.far else numel * parameter.itemsize,
@@ -108,7 +108,7 @@ def ring_section_bytes(
 
 
 def round_up_pages(nbytes: int) -> int:
-    """Return ``nbytes``, rounded up to whole pages."""
+    """Return ``nbytes`` rounded up to full pages."""
     return _round_up_bytes(nbytes, PAGE_BYTES)
 
 

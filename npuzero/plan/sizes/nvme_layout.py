@@ -1,4 +1,4 @@
-"""Parameters that rest on NVMe: what of each flat and chunk lies there, and the rings of the host it goes through."""
+"""Parameters stored on NVMe: bytes per flat parameter and per chunk, and the host rings that they are read through."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from npuzero.plan.table.placement import Memory
 from npuzero.plan.table.precision import MOMENT_BLOCK
 from npuzero.plan.table.step_moves import StepBuffer
 
-#: Runs of equal flats, in order: the kind and how many.
+#: Runs of equal flat parameters, in order: the kind and the count.
 Runs = Sequence[tuple[FlatKind, int]]
 
 
 def nvme_shard_bytes(kind: FlatKind, numel: int) -> int:
-    """Return what ``numel`` elements of a flat's resting shard, a piece of a chunk, take on NVMe."""
+    """Return the bytes on NVMe of ``numel`` elements of a parameter shard, a piece of a chunk."""
     return round_up_pages(numel * kind.dtype.itemsize) if kind.plan.parameters.memory is Memory.NVME else 0
 
 
 class NvmeLayout:
-    """Know what rests on NVMe of the parameters of units, each given by its runs.
+    """Compute the storage on NVMe of the parameters of units, each given by its runs.
 
     Args:
-        chunk_bytes: of masters and moments in a chunk of what is far; 0: as many as is usual.
+        chunk_bytes: bytes of masters and moments per chunk of an offloaded update; 0: the default.
 
     Attributes:
-        read: by unit and run, the bytes that its flats' shards take there; and are read to gather them.
-        rings: the buffers of the host that they go through: to the update, and to the device.
+        read: by unit and run, bytes of its shards on NVMe, which are read to gather them.
+        rings: buffers on the host, and their count: the ring of the update, and the ring of gathers.
     """
 
     def __init__(self, units: Sequence[Runs], chunk_bytes: int) -> None:
@@ -51,7 +51,9 @@ class NvmeLayout:
             self.rings.append((StepBuffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), slots))
 
     def _chunks(self, flats: Sequence[tuple[FlatKind, int, int]], chunk_bytes: int, frozen: bool) -> Iterator[int]:
-        """Yield what chunks have on NVMe: those of the update, or of what never trains."""
+        """Yield the bytes on NVMe of each chunk: those of the update, or those of frozen parameters."""
+        # Chunks follow the bytes of states, as in the update, so that one extent serves both; frozen parameters have no
+        # states and are divided by their own bytes.
         if frozen:
             mine = [flat for flat in flats if not flat[0].trainable and nvme_shard_bytes(flat[0], 1)]
             shards = [(0, k.shard(k.plan.parameters), MOMENT_BLOCK * k.dtype.itemsize) for k, _, _ in mine]
