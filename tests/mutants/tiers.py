@@ -288,7 +288,7 @@ MUTANTS = (
     PackageMutant(
         "a sum of the pass before lets an update begin",
         "shard/gradients/reduce_scatter.py",
-        "        if number == self._number:  # else an earlier pass launched it, and the present one may add to the gradient\n",
+        "        if number == self._number:  # else an earlier pass launched it; this one may add to it\n",
         "        if True:\n",
         (f"{EARLY}[a sum under way]",),
     ),

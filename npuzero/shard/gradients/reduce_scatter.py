@@ -222,7 +222,7 @@ class GradientReducer:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
         gradient.kept.rest()
-        if number == self._number:  # else an earlier pass launched it, and the present one may add to the gradient
+        if number == self._number:  # else an earlier pass launched it; this one may add to it
             self.reduced(gradient)
 
     def _sum_deeper(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
