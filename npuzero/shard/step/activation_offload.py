@@ -1,22 +1,22 @@
-"""Activations in farther memory: what torch's activation checkpointing keeps from forward to backward.
+"""Offload the inputs that torch's activation checkpointing saves from forward to backward.
 
-torch.utils.checkpoint keeps the inputs of what it will run again, and nothing that is computed inside. These inputs
-are all that moves: they are what remains of a checkpointed model's activations, each is needed once, in the reverse
-order, and between them lies the time of a block. What is saved outside of checkpointing is mostly needed soon, and
-stays where it is; so do parameters and views of them, what needs no gradient (masks, positions), and what is small.
+torch.utils.checkpoint saves the inputs of each checkpointed block, and nothing computed inside. Only these inputs are
+offloaded: they are the remaining activations of a checkpointed model, each is needed once, in reverse order, and the
+compute time of a block passes between two of them. Tensors saved outside of checkpointing are mostly needed soon and
+stay on the device; so do parameters and views of them, tensors without gradient (masks, positions), and small tensors.
 
-How it is seen: the model's forward runs within saved_tensors_hooks. While torch's checkpoint runs a block it has hooks
-of its own, which hide these; it saves its inputs outside of them, from its own module, by which they are known.
+Detection: the model's forward runs within saved_tensors_hooks. While torch's checkpoint runs a block, its own hooks
+hide these. It saves its inputs outside of its hooks, from its own module, which identifies them.
 
 Names used here::
 
-    save      one time that a tensor is saved; autograd has it instead of the tensor
-    item      a tensor's bytes, once, however often it is saved; it lives as long as one of its saves
-    home      where they rest
-    ahead     what is on its way back before autograd asks: what was saved before that which it asks for now
+    save      one save of a tensor; autograd keeps it in place of the tensor
+    item      a tensor's bytes, stored once for all its saves; it lives as long as one of its saves
+    home      the storage of the bytes
+    ahead     the item prefetched for autograd: the save before the one that it requests now
 
-On the way out one copy runs while the next block computes, and the tensor lives until it is done; on the way back one
-copy runs ahead of the block that computes. So the device holds two of them, whatever the number of blocks.
+In forward, one copy to the home overlaps the next block's compute, and the tensor lives until it is done; in backward,
+one copy is prefetched ahead of the computing block. So the device holds two items, for any number of blocks.
 """
 
 from __future__ import annotations
@@ -50,42 +50,42 @@ from npuzero.shard.offload.activation_storage import (
 from npuzero.shard.parameters.user_writes import digest_integers
 from npuzero.shard.state.flat_parameter import FlatParameter
 
-#: Tensors of fewer bytes stay on the device.
+#: Tensors with fewer bytes stay on the device.
 SMALL_BYTES = 2**16
-# A rank's part of a tensor that ranks divide: whole blocks of so many bytes.
+# A rank's part of a tensor sharded over ranks is a multiple of so many bytes.
 _PART_BYTES = 512
 
 
 class _DeviceTensor(NamedTuple):
-    """Hold what stays on the device."""
+    """Hold a tensor that stays on the device, and its version when saved."""
 
     tensor: Tensor
     version: int
 
 
 class _OffloadedTensor:
-    """Hold one tensor's bytes elsewhere; see the module's text."""
+    """Hold one tensor's offloaded bytes: an item, see the module's docstring."""
 
     def __init__(self, near: _DeviceTensor, home: ActivationStorage, runs: list[PageRun], stored: AsyncHandle) -> None:
         self.near: _DeviceTensor | None = near  # until it is stored
         self._home, self.runs = home, runs
-        self.stored: AsyncHandle | None = stored  # until somebody has waited
-        self.lost = False  # it was not stored
+        self.stored: AsyncHandle | None = stored  # until it has been awaited
+        self.lost = False  # storing it failed
         like = near.tensor
-        self.storage = StorageWeakRef(like.untyped_storage())  # as long as it lives no other storage has this address
+        self.storage = StorageWeakRef(like.untyped_storage())  # keeps the storage's address from being reused
         self.shape, self.stride, self.dtype, self.nbytes = like.shape, like.stride(), like.dtype, like.nbytes
-        self.written = False  # while it was on its way
+        self.written = False  # the program wrote to it while it was being copied
         self.saves = self.asked = 0
-        self.last_pass = -1  # of autograd that asked
-        self.here: Tensor | None = None  # uint8, on the device again
+        self.last_pass = -1  # the last autograd pass that requested it
+        self.here: Tensor | None = None  # uint8, back on the device
         self.arrival: AsyncHandle | None = None
 
     def settle(self) -> None:
-        """Wait until it is stored; raises what became of that, once."""
+        """Wait until it is stored; raise an error of that once."""
         if self.stored is None:
             return
-        # An error that is kept has the frames of who waited, these the loss, and its graph this item: a cycle through
-        # autograd, in which the collector does not look.
+        # Drop the handle first: its error keeps the waiting frames, they the loss, and the loss's graph this item. The
+        # garbage collector does not follow that cycle through autograd.
         stored, self.stored = self.stored, None
         self.lost = True
         stored.wait()
@@ -99,7 +99,7 @@ class _OffloadedTensor:
 
 
 class _ForwardSaves:
-    """Hold the saves of one forward, in order."""
+    """List the saves of one forward, in order."""
 
     def __init__(self) -> None:
         self.saves: list[weakref.ref[_SavedReference]] = []
@@ -107,7 +107,7 @@ class _ForwardSaves:
 
 
 class _SavedReference:
-    """Stand for a tensor in autograd's graph."""
+    """Represent an offloaded tensor in autograd's graph."""
 
     def __init__(self, item: _OffloadedTensor, forward: _ForwardSaves) -> None:
         self.item = item
@@ -118,37 +118,37 @@ class _SavedReference:
 
 
 class ActivationOffload:
-    """Move what activation checkpointing keeps, around every forward of one model.
+    """Move the inputs that activation checkpointing saves off the device, in every forward of one model.
 
     Args:
-        home: where it rests.
-        device: where the model computes; tensors elsewhere stay there.
-        sharers: ranks that hold equal activations, each of which keeps one part; None: each keeps its own.
+        home: storage of the offloaded bytes.
+        device: compute device; tensors on other devices are not moved.
+        sharers: ranks with equal activations, which they shard; None: each rank keeps its own in full.
     """
 
     def __init__(self, home: ActivationStorage, device: torch.device, sharers: Communicator | None = None) -> None:
         self._home = home
         self._device = device
         self._sharers = sharers
-        self._compared = False  # what the sharers hold is the same
-        self._resident: set[int] = set()  # storages that stay
+        self._compared = False  # the sharers' activations have been compared
+        self._resident: set[int] = set()  # storages that stay on the device
         self._items: weakref.WeakValueDictionary[tuple[Any, ...], _OffloadedTensor] = weakref.WeakValueDictionary()
         self._under_way: deque[_OffloadedTensor] = deque()
         self._entered: list[saved_tensors_hooks | None] = []
         self._forward = _ForwardSaves()
 
     def leave(self, buffers: Iterable[Tensor]) -> None:
-        """Have all that lies in the memory of ``buffers`` stay."""
+        """Leave all tensors in the storages of ``buffers`` on the device."""
         self._resident.update(buffer.untyped_storage()._cdata for buffer in buffers)
 
     def visit(self) -> ForwardHook:
-        """Return what stands around the model's forward."""
+        """Return the hook around the model's forward."""
         return ForwardHook(self._enter, lambda module, output: self._leave(), self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(None)
-        # Hooks that are there are of a forward around this one, of whoever runs the model within a checkpoint, or of a
-        # program that moves tensors itself. torch.func has none.
+        # Existing hooks belong to an enclosing forward, to a checkpoint around the model, or to a program that moves
+        # tensors itself. Under torch.func saved-tensor hooks are disabled.
         hooks: Any = torch._C._autograd
         if in_backward() or not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True):
             return
@@ -169,13 +169,13 @@ class ActivationOffload:
             return self._save(tensor)
         return _DeviceTensor(
             tensor.detach(), tensor._version
-        )  # the tensor itself would hold itself, where it is an output
+        )  # detached: an output that saves itself would be a reference cycle
 
     def _may_move(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or not tensor.requires_grad or tensor.nbytes < SMALL_BYTES:
             return False
         plain = tensor.layout == torch.strided and tensor.device == self._device
-        # With the strides that it has, for sums depend on them: so a tensor with gaps, which need not move, stays.
+        # Strides are restored exactly, since sums depend on them. A tensor with gaps stays: they would be copied too.
         return (
             plain and _spanned_numel(tensor) == tensor.numel() and tensor.untyped_storage()._cdata not in self._resident
         )
@@ -194,12 +194,12 @@ class ActivationOffload:
         return _SavedReference(item, self._forward)
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many tensors are on their way out."""
+        """Wait until at most ``most`` tensors are being stored."""
         while len(self._under_way) > most:
             self._under_way.popleft().settle()
 
     def _part(self, raw: Tensor) -> Tensor:
-        """Return what this rank keeps of a tensor's bytes."""
+        """Return this rank's part of a tensor's bytes."""
         if self._sharers is None:
             return raw
         if not self._compared:
@@ -234,7 +234,7 @@ class ActivationOffload:
             item.arrival = self._home.fetch(item.runs, item.here)
 
     def _start_before(self, save: _SavedReference) -> None:
-        """Start the way back of what was saved before ``save``, unless another has come that nobody took."""
+        """Start the prefetch of the item saved before ``save``, unless an earlier prefetch is still unused."""
         forward = save.forward
         ahead = None if forward.ahead is None else forward.ahead()
         if ahead is not None and ahead is not save.item and ahead.arrival is not None:
@@ -250,7 +250,7 @@ class ActivationOffload:
     def _arrived(self, item: _OffloadedTensor) -> Tensor:
         assert item.arrival is not None and item.here is not None
         arrival, here = item.arrival, item.here
-        item.here = item.arrival = None  # for the reason that is in settle()
+        item.here = item.arrival = None  # avoids the cycle described in settle()
         arrival.wait()
         if item.lost:
             raise _lost_activation_error(item)
@@ -262,7 +262,7 @@ class ActivationOffload:
             self._sharers.all_gather(raw, here, tag="activation").wait()
         item.last_pass = torch._C._current_graph_task_id()
         item.asked += 1
-        if item.asked % item.saves:  # another save asks for it; where none does, it comes again for a retained graph
+        if item.asked % item.saves:  # keep it for its next save; a retained graph fetches it again
             item.here, item.arrival = here, arrival
         return raw[: item.nbytes].view(item.dtype).as_strided(item.shape, item.stride)
 
@@ -277,7 +277,7 @@ _HOMES = {
 def make_activation_hook(
     placement: Placement, spaces: MemorySpaces, device: torch.device, flats: Iterable[FlatParameter], mesh: CountingMesh
 ) -> ForwardHook | None:
-    """Return what stands around the forward of a model whose activations rest where ``placement`` says."""
+    """Return the forward hook that offloads a model's activations as ``placement`` describes; None if it need not."""
     sharers = RankGroup(mesh, placement.axes)
     if not placement.far and not sharers.many:
         return None
@@ -288,7 +288,7 @@ def make_activation_hook(
 
 
 def _is_checkpoint_input() -> bool:
-    """Return whether torch's activation checkpointing saves an input: then its module called the hook that asks."""
+    """Return whether torch's activation checkpointing called the pack hook, to save an input."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == torch.autograd.function.__name__:
         frame = frame.f_back
@@ -296,17 +296,17 @@ def _is_checkpoint_input() -> bool:
 
 
 def _spanned_numel(tensor: Tensor) -> int:
-    """Return how many elements lie between the first and the last, both included."""
+    """Return the number of elements from the first to the last in memory, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _dense_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps, in the order in which they lie."""
+    """Return the bytes of a tensor without gaps, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _check_sharers_equal(raw: Tensor, sharers: Communicator) -> None:
-    """Raise a ConfigError, on all of them, where sharers hold different bytes: a part of each would make nothing."""
+    """Raise a ConfigError on all sharers if their bytes differ: parts of different tensors cannot be joined."""
     said = torch.empty(sharers.size * 2, dtype=torch.int64, device=raw.device)
     sharers.all_gather(said, digest_integers(raw), tag="activations").wait()
     if not said.view(-1, 2).eq(said[:2]).all():

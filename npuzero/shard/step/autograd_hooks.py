@@ -1,15 +1,15 @@
-"""The hooks of the engine in torch: calls of modules, and autograd. The only file that touches either.
+"""Hooks of the engine on module calls and autograd. No other file touches either.
 
 The order of events for a unit, in one training step::
 
-    before forward        R4 finished, R1 finished, the next unit's gather started
-    after forward         released to what plan.after_forward says; a hook is put on the outputs
-    output's hook         backward reaches the unit: R1 over after_forward.axes finished, the one before it started
-    parameter's hook      its gradient is taken out of p.grad and handed over; a marker stays there
-    end of backward       what is left is reduced, and released to what plan.between says
+    before forward        wait for R4 and R1; prefetch the next units
+    after forward         reshard to plan.after_forward; register a hook on the outputs
+    output's hook         backward reaches the unit: wait for R1 over after_forward.axes; prefetch the units before it
+    parameter's hook      take the gradient out of p.grad and pass it on; a marker replaces it
+    end of backward       reduce the remaining gradients; reshard to plan.between
 
-A unit with trainable parameters only has computed its backward when its last gradient has arrived; a node that needs a
-frozen parameter may run later, so a unit that has frozen ones waits for the gradients of its inputs.
+The backward of a unit without frozen parameters ends when its last gradient has arrived. An autograd node that needs a
+frozen parameter may run later, so a unit with frozen parameters also waits for the gradients of its inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from npuzero.shard.step.nan_watch import NanOriginWatcher
 
 
 class HookListener(Protocol):
-    """Receive what the hooks tell; the engine listens."""
+    """Receive the events of the hooks; implemented by ForwardBackward."""
 
     board: HangDetector
 
@@ -52,7 +52,7 @@ class HookListener(Protocol):
 
 
 class AutogradHooks:
-    """Set all hooks of one model."""
+    """Register all hooks of one model."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class AutogradHooks:
                     parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
 
     def watch_finite(self, watch: NanOriginWatcher | None) -> None:
-        """Have ``watch`` see the units' outputs and the order of the gradients; None: nobody any more."""
+        """Report the units' outputs and the order of gradients to ``watch``; None: stop."""
         self._finite = watch
         for handle in self._finite_handles:
             handle.remove()
@@ -93,13 +93,13 @@ class AutogradHooks:
                     )
 
     def backward_begins(self) -> None:
-        """Have ``backward_ends`` called when autograd's present pass is over."""
+        """Queue a call of ``backward_ends`` for the end of autograd's present pass."""
         if not self._end_queued:
             self._end_queued = True
             Variable._execution_engine.queue_callback(_BackwardEnd(self._finish_backward, self._events.board))
 
     def forget_backward(self) -> None:
-        """Start anew: a pass that raised never reaches its end."""
+        """Reset after a pass that raised, which never reaches its end."""
         self._end_queued = False
 
     def _finish_backward(self) -> None:
@@ -119,7 +119,7 @@ class AutogradHooks:
         )
 
     def _watch_entrances(self, root: Unit, doors: list[nn.Module]) -> None:
-        """Watch calls from outside: of the model, which ``_watch`` knows, and of modules inside of it."""
+        """Watch calls from outside into ``doors``, modules inside the model; ``_watch`` watches the model itself."""
         for door in doors if root.guarded else ():
             self._watch_door(root, door)
         model = root.module()
@@ -129,7 +129,7 @@ class AutogradHooks:
                 ForwardWrapper.of(module).add(self._around)
 
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
-        """Unshard ``unit`` while ``door``, a module inside of it, is called from outside."""
+        """Unshard ``unit`` while ``door``, a module inside it, is called from outside."""
         visit = self._visit(unit, is_root=True)
         entered = False
 
@@ -149,7 +149,7 @@ class AutogradHooks:
         ForwardWrapper.of(door).add(ForwardHook(enter, leave, fail))
 
     def watch_method(self, units: list[Unit], module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
-        """Unshard ``units`` while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
+        """Unshard ``units`` while the method ``name`` of ``module`` (function ``plain``) is called from outside."""
         visits = [(unit, self._visit(unit, unit.index == 0)) for unit in units]
         module_of = weakref.ref(module)
 
@@ -157,7 +157,7 @@ class AutogradHooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             module = module_of()
             assert module is not None
-            # An unsharded unit is not this call's to release: it computes, or the caller is within gathered().
+            # Skip units that are already unsharded: they compute, or the caller is within gathered(), which reshards.
             entered = [visit for unit, visit in visits if unit.parameter_state is not ParameterState.WHOLE]
             entered[:0] = [] if self._around is None else [self._around]
             try:
@@ -182,7 +182,7 @@ class AutogradHooks:
 
     def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if unit.index == 0 and not in_backward():  # a backward that is not over now has raised
+            if unit.index == 0 and not in_backward():  # a backward that has not ended by now has raised
                 self.forget_backward()
             self._events.forward_begins(unit, (args, kwargs))
             if unit.guarded and unit.has_frozen and torch.is_grad_enabled():
@@ -203,7 +203,7 @@ class AutogradHooks:
         def hook(module: nn.Module, output: Any) -> None:
             try:
                 expected, opaque = self._watch_outputs(unit, is_root, output)
-                # Outputs that none of the hooks is on (hidden in an object) let backward come unannounced.
+                # Without a hook on any output (tensors hidden in an object), backward starts unannounced.
                 self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
             except BaseException:
                 self._events.forward_fails(unit)
@@ -216,7 +216,7 @@ class AutogradHooks:
         expected = opaque = False
         if torch.is_grad_enabled() and (unit.guarded or is_root or self._finite):
             tensors, opaque = find_nested_tensors(output)
-            if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
+            if self._finite and not in_backward():  # checkpointing's recomputation repeats outputs already seen
                 self._finite.outputs(unit, tensors)
             reached = self._reached(unit)
             for tensor in tensors:
@@ -226,7 +226,7 @@ class AutogradHooks:
         return expected, opaque
 
     def _reached(self, unit: Unit) -> Callable[[Tensor], None]:
-        """Return a hook that tells of the first of one forward's outputs that backward reaches, in each pass."""
+        """Return a hook for one forward's outputs that reports the first one reached in each backward pass."""
         last = -1
 
         def hook(_: Tensor) -> None:
@@ -238,7 +238,8 @@ class AutogradHooks:
         return hook
 
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: FlatParameter, i: int) -> Callable[[Tensor], None]:
-        # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
+        # Weak references: a parameter must not keep itself alive through its hook, which the garbage collector does
+        # not traverse.
         hooks_of, flat_of, last = weakref.ref(self), weakref.ref(flat), len(flat.parameters) - 1
         arrived, marker = flat.gradient.contribution.arrived, flat.gradient.markers[i]
 
@@ -251,7 +252,7 @@ class AutogradHooks:
             hooks, unit, owner = hooks_of(), unit_of(), flat_of()
             if hooks is None or unit is None or owner is None or gradient is None:
                 return
-            if type(gradient) is GradientMarker:  # of an earlier pass: autograd has added to it
+            if type(gradient) is GradientMarker:  # set by an earlier pass; autograd has added the gradient to it
                 gradient = gradient.take_added()
             else:
                 parameter.grad = None
@@ -264,9 +265,10 @@ class AutogradHooks:
 
 
 class _BackwardEnd:
-    """Call ``finish`` as autograd's pass ends. Where the pass raises, autograd drops this instead: the board is told.
+    """Call ``finish`` when autograd's pass ends.
 
-    Which exception it was autograd does not tell.
+    If the pass raises, autograd drops this object instead, and the hang detector is notified, without the exception,
+    which is not available here.
     """
 
     def __init__(self, finish: Callable[[], None], board: HangDetector) -> None:
@@ -284,9 +286,7 @@ class _BackwardEnd:
 
 
 def _outermost_call(visit: ForwardHook) -> ForwardHook:
-    """Return the visit of a model that may call itself within its call, as a framework's training step does: of that
-    the outermost call counts.
-    """
+    """Return the hook for the outermost call only, for a model that calls itself, as in a framework's training step."""
     depth = 0
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -310,7 +310,7 @@ def _outermost_call(visit: ForwardHook) -> ForwardHook:
 
 
 def second_derivative_error(unit: Unit) -> StateError:
-    """Return the error for a backward to be differentiated (create_graph, torch.func) through a sharded unit."""
+    """Return the error for a second derivative (create_graph, torch.func) through a sharded unit."""
     by_func = torch._C._functorch.peek_interpreter_stack() is not None
     return StateError(
         f"{'torch.func' if by_func else 'backward with create_graph=True'} through unit {unit.name!r}",

@@ -1,4 +1,4 @@
-"""The census: does a model still have the parameters that it had when it was sharded?"""
+"""Check that a model still has the parameters that it had when it was sharded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from npuzero.errors import StateError
 
 
 class ParameterCheck:
-    """Know the parameters of ``model``, trained and frozen, as they are now.
+    """Record the present parameters of ``model``, trained and frozen, for later checks.
 
-    Every step asks, so the usual answer is found by comparing the modules' tables with their entries of then.
+    Every step checks, so the fast path only compares the entries of the modules' tables with the recorded ones.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[nn.Parameter], frozen: Collection[nn.Parameter]) -> None:
@@ -30,7 +30,7 @@ class ParameterCheck:
         return [value for table in self._tables for value in table.values()]
 
     def check(self, model: nn.Module) -> None:
-        """Raise a StateError where ``model`` has parameters, or trains some, that it did not then."""
+        """Raise a StateError if ``model`` has a new parameter, or trains one that was frozen."""
         present = self._present()
         if len(present) == len(self._values) and all(map(is_, present, self._values)):
             with torch._C.DisableTorchFunctionSubclass():
@@ -39,7 +39,7 @@ class ParameterCheck:
         self._recount(model)
 
     def _recount(self, model: nn.Module) -> None:
-        # Other modules, or none, may be there now (a head that was taken off): that is well while no parameter is new.
+        # Modules may have been replaced or removed (such as a head): valid as long as no parameter is new.
         frozen = {id(parameter) for parameter in self._frozen}
         for name, parameter in model.named_parameters():
             known = id(parameter)

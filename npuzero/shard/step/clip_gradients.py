@@ -1,7 +1,7 @@
-"""Clipping and skipping over the gradients that a program names: of a model, a part of one, or several models.
+"""Clip and skip the gradients of given parameters: of a model, part of a model, or several models.
 
-As in torch a norm is over exactly the tensors that are given, and they alone are scaled. Plain tensors may be among
-them: what they bring to a norm is the mean over the ranks, so that every rank scales its shards by the same number.
+As in torch, the norm covers exactly the given tensors, and only they are scaled. Plain tensors may be among them: they
+contribute the mean of their p-th powers over the ranks, so that every rank scales by the same factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @collective_call("clip_grad_norm_")
 @torch.no_grad()
 def clip_gradient_norm(given: GradientTargets, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Return the p-norm of what is given, () float32; scale it so that it is at most ``max_norm``. Collective.
+    """Clip the gradients to a p-norm of at most ``max_norm``; return the earlier norm, () float32. Collective.
 
     Raises:
         StateError: with ``error_if_nonfinite``, a norm that is inf or NaN.
@@ -42,6 +42,7 @@ def clip_gradient_norm(given: GradientTargets, max_norm: float, norm_type: float
         norms.append(_plain_norm(plain, norm_type, next(iter(given.engines))))
     if not norms:
         return torch.zeros((), device=device)
+    # All ranks have the same total, so either all raise, before any gradient is scaled, or none does.
     total = (norms[0] if len(norms) == 1 else cast(Tensor, vector_norm(torch.stack(norms), norm_type))).float()
     if error_if_nonfinite and not total.isfinite().item():
         units = [name for engine in given.engines for name in engine.gradients.nonfinite_units()]
@@ -64,7 +65,7 @@ def clip_gradient_norm(given: GradientTargets, max_norm: float, norm_type: float
 @collective_call("clip_grad_value_")
 @torch.no_grad()
 def clip_gradient_values(given: GradientTargets, limit: float) -> None:
-    """Bring every element of what is given into ``[-limit, limit]``. Collective."""
+    """Clip every element of the gradients to ``[-limit, limit]``. Collective."""
     for each in _choose_gradients("clip_grad_value_", {"clip_value": limit}, given):
         if each.some:
             each.clamp(limit)
@@ -77,10 +78,7 @@ def clip_gradient_values(given: GradientTargets, limit: float) -> None:
 @collective_call("skip_nonfinite_")
 @torch.no_grad()
 def skip_nonfinite(given: GradientTargets) -> Tensor:
-    """Have the next step of what is given change nothing if any gradient of it is inf or NaN; return () bool: it has.
-
-    Collective.
-    """
+    """Skip the next update if any of the gradients is inf or NaN; return () bool: whether one is. Collective."""
     chosen = _choose_gradients("skip_nonfinite_", {}, given)
     device = next(iter(given.engines)).device
     found = [each.nonfinite().to(device) for each in chosen if each.some]
@@ -101,7 +99,7 @@ def _choose_gradients(call: str, words: Words, given: GradientTargets) -> list[C
 
 
 def _plain_norm(gradients: Sequence[Tensor], p: float, engine: Engine) -> Tensor:
-    """Return () float64: the p-norm of plain gradients, the mean over the ranks of its p-th power. Collective."""
+    """Return () float64: the p-norm of plain gradients, with its p-th power averaged over the ranks. Collective."""
     mine = [cast(Tensor, vector_norm(gradient, p, dtype=torch.float64)) for gradient in gradients if gradient.numel()]
     norm = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine:

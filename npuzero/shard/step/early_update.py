@@ -1,19 +1,20 @@
-"""Updates that begin inside backward: what rests far is updated as soon as its gradients are there, beside the rest of
-the pass that is the step's last.
+"""Start offloaded updates inside backward, overlapped with the rest of the step's last pass.
 
-An optimizer that was made with ``early`` promises this: nobody changes gradients or options between the last backward
-pass of a step and ``step()``. So a flat's update can begin once the ranks have summed its gradients, with the options
-of that moment; ``step()`` brings what is left: flats of which this rank lacks a gradient, all that is near. Each
-element is updated as it would be without, in another order of chunks, so no bit moves.
+An optimizer created with ``early`` promises that no code changes gradients or options between the last backward pass of
+a step and ``step()``. So the offloaded update of a flat parameter can start once the ranks have summed its gradients,
+with the options of that moment. ``step()`` updates the rest: flats that lack a gradient on this rank, and the near
+parts. Each element is updated as without ``early``, in another order of chunks, so results are bitwise equal.
 
-Which pass is the last is told by their number. Where that was wrong, or the program does anything else before
-``step()``, there is an error, and ``step()`` is all that goes on: half of an update is never taken for the whole.
+The last pass is recognized by the number of passes. If that was wrong, or if the program does anything else before
+``step()``, it gets an error and only ``step()`` is accepted: a partial update is never taken for a complete one.
 
-    no optimizer promises it, no overlap, nothing far       nothing begins
-    updates are delayed (lag=1)                             nothing begins
-    a pass within no_sync()                                 nothing begins
-    the first step; options that the device knows           nothing begins: all goes with step()
-    the optimizer lacks some of the model's parameters      nothing begins
+No update starts early if
+
+    no optimizer promises it, overlap is off, or nothing is offloaded
+    updates are delayed (lag=1)
+    the pass is within no_sync()
+    it is the first step, or options are on the device: step() updates everything
+    the optimizer lacks some of the model's parameters
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from npuzero.shard.step.optimizer_update import OptimizerUpdate
 
 
 class EarlyUpdateRequest(Protocol):
-    """Describe what an optimizer has promised to an engine.
+    """Describe the promise of an optimizer with ``early`` to an engine.
 
     Attributes:
-        passes: backward passes that a step has; None: as many as any step has had so far.
+        passes: backward passes per step; None: the maximum over the steps so far.
     """
 
     passes: int | None
 
     @property
     def holds(self) -> bool:
-        """Tell whether the optimizer is still there."""
+        """Return whether the optimizer still exists."""
 
     def is_of(self, worker: object) -> bool:
-        """Tell whether ``worker`` is who has promised."""
+        """Return whether the promise is that of ``worker``."""
 
     def begin(self) -> tuple[Sequence[StateStore], Launch] | None:
-        """Return the banks and the launch of an update that begins now; None where it cannot begin before step()."""
+        """Return the state stores and the launch of an update that starts now; None if it must wait for step()."""
 
 
 class EarlyUpdate:
-    """Begin the updates of one model inside backward, where its optimizer has promised what that needs.
+    """Start the offloaded updates of one model inside backward, if its optimizer has promised ``early``.
 
     Args:
-        flats: all that train.
-        overlap: False: nothing begins before its step, as where updates are delayed beyond it anyway.
+        flats: all trainable flat parameters.
+        overlap: False: no update starts before ``step()``, as when updates are delayed beyond it anyway.
     """
 
     def __init__(
@@ -69,22 +70,22 @@ class EarlyUpdate:
         self._overlap = overlap
         self._scale = torch.ones(1, device=device)
         self._promise: EarlyUpdateRequest | None = None
-        self._passes = 0  # of this step
-        self._most = 0  # that any step has had
-        self._on = False  # the present pass is the step's last
+        self._passes = 0  # backward passes of this step
+        self._most = 0  # their maximum over the steps so far
+        self._on = False  # the present pass is the step's last and starts updates
         self._begun: list[FlatParameter] = []
 
     def follow(self, promise: EarlyUpdateRequest | None) -> None:
-        """Note what the optimizer promises that has the model's parameters; the last one counts."""
+        """Note the promise, or None, of the optimizer of the model's parameters; the last call counts."""
         self._promise = promise
 
     def refuse(self, call: str) -> None:
-        """Raise where an optimizer begins its updates before ``call`` could change gradients.
+        """Refuse ``call`` if an optimizer may start its updates before ``call`` could change gradients.
 
-        Whether any update does begin early is another question, so that a program is right under all plans or none.
+        It does so even if no update starts early under the present plan: a program is valid under all plans or none.
 
         Raises:
-            ConfigError: there is such an optimizer.
+            ConfigError: an optimizer has ``early``.
         """
         if self._promise is not None and self._promise.holds:
             raise ConfigError(
@@ -101,7 +102,7 @@ class EarlyUpdate:
 
         Args:
             again: it adds to gradients of the same step.
-            alone: within ``no_sync``.
+            alone: it is within ``no_sync``.
         """
         self._passes = self._passes + 1 if again else 1
         promise = self._promise
@@ -109,7 +110,7 @@ class EarlyUpdate:
         self._on = self._overlap and not alone and 0 < expected <= self._passes
 
     def reduced(self, gradient: FlatGradient) -> None:
-        """Begin with the flat of a gradient that is final."""
+        """Start the update of the flat parameter of a final gradient."""
         flat = self._flats.get(gradient)
         if not self._on or flat is None or not _is_gradient_final(gradient) or self._promise is None:
             return
@@ -121,7 +122,7 @@ class EarlyUpdate:
             self._update.stream.open(*task, self._scale, None, None)
         self._begun.append(flat)
         gradient.kept.lent = True
-        # A node of autograd's that needs one of them later finds out, and raises.
+        # A later autograd node that needs one of these parameters sees the new version, and raises.
         flat.note_write()
         self._update.stream.add(flat)
 
@@ -135,15 +136,15 @@ class EarlyUpdate:
 
     @property
     def begun(self) -> Sequence[FlatParameter]:
-        """Return the flats whose update has begun, and that no step has ended."""
+        """Return the flat parameters with an update that has started and no step has ended."""
         return self._begun
 
     @contextlib.contextmanager
     def step_begins(self, worker: object) -> Iterator[None]:
-        """Let the step of ``worker`` bring what is left; where that raises, all stays as it was.
+        """Run the rest of the update in the step of ``worker``; if that raises, restore the earlier state.
 
         Raises:
-            NpuZeroError: the update has failed, or is another's.
+            NpuZeroError: the update has failed, or belongs to another optimizer.
         """
         if not self._begun:
             yield
@@ -165,23 +166,23 @@ class EarlyUpdate:
             raise
 
     def step_ends(self) -> None:
-        """Note that the step has all of the update under way."""
+        """Note that the step has started the rest of the update."""
         for flat in self._begun:
             flat.gradient.kept.lent = False
         self._begun = []
         self._most, self._passes = max(self._most, self._passes), 0
 
     def keep(self) -> None:
-        """Raise where gradients of an update that has begun would be added to, or dropped.
+        """Refuse to add to or drop gradients of an update that has started.
 
         Raises:
-            NpuZeroError: there is one that no step has ended.
+            NpuZeroError: an update has started and no step has ended it.
         """
         if self._begun:
             self._update.stream.quiet()
 
 
 def _is_gradient_final(gradient: FlatGradient) -> bool:
-    """Tell whether the present pass, if it is the last, has brought all that there will be: of every slot, summed."""
+    """Return whether every slot has its gradient, summed over the ranks, provided that the present pass is the last."""
     at_once = gradient.state is GradientState.ACCUMULATED and not (gradient.cut or gradient.meets_at_boundary)
     return (at_once or gradient.state is GradientState.READY) and GradientContent.NOWHERE not in gradient.content

@@ -1,6 +1,6 @@
-"""Forward and backward passes: the fate of units as modules are called and gradients leave autograd.
+"""Forward and backward passes: unshard and reshard units, and pass gradients on, at each event of the hooks.
 
-Called by the hooks (:class:`npuzero.shard.step.autograd_hooks.HookListener`), in the order that is written down there.
+The hooks call it (:class:`npuzero.shard.step.autograd_hooks.HookListener`), in the order documented there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ForwardBackward:
     """Run the passes of one model's steps.
 
     Args:
-        prefetch: how many units to gather ahead.
-        device: type of the device, by which autocast goes.
+        prefetch: number of units to prefetch.
+        device: type of the device, which selects the autocast state.
 
     Attributes:
-        inside: the units whose forward runs.
+        inside: indices of the units in forward.
         board: records the passes that this rank left by an exception.
     """
 
@@ -68,9 +68,9 @@ class ForwardBackward:
         self._meter = meter
         self._buffers = buffers
         self._prefetch = prefetch
-        self._ahead = prefetch and prefetch + 1  # of which the last is read from where it rests, if that is slow
+        self._ahead = prefetch and prefetch + 1  # the last one is not gathered: its shard is only read from NVMe
         self._device = device
-        self._part = ModelPart(units)  # of the present passes
+        self._part = ModelPart(units)  # the part that the present passes belong to
         self._parts = self._all = [self._part]
         self._alone = False  # within no_sync
         self._training = False  # a forward for training has begun since the last update
@@ -80,12 +80,13 @@ class ForwardBackward:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def divide(self, groups: Sequence[Group]) -> None:
-        """Divide the model into parts, each with forward and backward passes of its own (see :meth:`part`).
+        """Divide the model into parts with separate forward and backward passes (see :meth:`part`).
 
-        The root unit is of every part: each calls its module, and each of their backward passes reduces its gradients.
+        Call it between steps. The root unit belongs to every part: each part calls its module, and each backward pass
+        reduces its gradients.
 
         Args:
-            groups: by modules or names of the model, what is of each part. Between steps; the same on all ranks.
+            groups: modules or names of each part; the same on all ranks.
 
         Raises:
             ConfigError: a unit is in no group.
@@ -97,9 +98,9 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def part(self, number: int) -> Iterator[None]:
-        """Have the forward, or the backward pass, inside be one of part ``number`` alone.
+        """Run the forward or backward pass inside as one of part ``number``.
 
-        Outside of it passes are of the whole model. All ranks run the same passes in the same order.
+        Passes outside belong to the full model. All ranks run the same passes in the same order.
         """
         before, self._part = self._part, self._parts[number]
         try:
@@ -109,8 +110,8 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def unsharded(self, number: int) -> Iterator[None]:
-        """Have part ``number`` unsharded inside: for work in autograd that may run its modules again and that no output
-        of a unit announces. All ranks enter it at the same place.
+        """Unshard part ``number`` inside, for work in autograd that may rerun its modules without reaching a hooked
+        output. All ranks enter it at the same place.
         """
         units = [unit for unit in self._parts[number].units if unit.guarded]
         try:
@@ -123,13 +124,13 @@ class ForwardBackward:
 
     @named_call("backward")
     def take_gradients(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Take gradients that ``torch.autograd.grad`` made, as if a backward pass of part ``number`` had brought them.
+        """Take gradients from ``torch.autograd.grad`` as those of a backward pass of part ``number``.
 
         Args:
             gradients: by parameter, in its shape and dtype; None: the outputs do not depend on it.
 
         Raises:
-            ConfigError: one is of no parameter of the part that trains, or of another shape or dtype than that.
+            ConfigError: a key is no trainable parameter of the part, or a gradient has another shape or dtype.
         """
         with self.part(number):
             units = reduction_order(self._part.units)
@@ -182,13 +183,13 @@ class ForwardBackward:
         unit.backward_expected = backward_expected
         unit.opaque = unit.opaque or keep_whole
         if unit.guarded and torch.is_autocast_enabled(self._device):
-            torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here
+            torch.clear_autocast_cache()  # it would keep low-precision copies of resharded parameters
         if not unit.guarded:
             return
         if not in_backward():
             self._part.trace.record_end(unit.index)
-        # A forward within backward (checkpointing) recomputes what backward needs at once: the unit stays unsharded.
-        # But not a tile: of its layer's tiles backward needs one after another.
+        # A forward within backward (checkpointing) recomputes inputs that backward needs at once: the unit stays
+        # unsharded. A tile does not: backward needs the tiles of a layer one after another.
         if keep_whole or (in_backward() and not unit.tile):
             return
         if backward_expected:
@@ -199,13 +200,13 @@ class ForwardBackward:
             self._gatherer.release(unit)
 
     def forward_fails(self, unit: Unit) -> None:
-        """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
+        """Release a unit after its forward raised, since no backward will; the program may catch the error."""
         self.inside.discard(unit.index)
         self._failed = self._failed or not in_backward()
         if not self.inside and not in_backward():
             self.board.record_exit("forward", sys.exc_info()[1])
         whole = unit.parameter_state is ParameterState.WHOLE
-        # In backward, checkpointing ends what it runs again by raising.
+        # In backward, checkpointing stops its recomputation by raising.
         if unit.guarded and whole and not in_backward():
             self._gatherer.release(unit)
 
@@ -221,7 +222,7 @@ class ForwardBackward:
         if torch.is_grad_enabled():
             raise second_derivative_error(unit)
         unit.computing += 1
-        # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
+        # Reached again after all its gradients: reentrant checkpointing, which may reach it any number of times.
         unit.opaque = unit.opaque or (self._reducer.open and not unit.missing and bool(unit.trainable))
         self._gatherer.finish(unit)
         self._start_gathers(self._part.trace.before(unit.index, self._ahead))
@@ -240,7 +241,7 @@ class ForwardBackward:
             self._begin_backward()
         if self._reducer.arrive(flat.gradient, i, gradient):
             unit.missing.discard(flat)
-        # A node that needs a frozen parameter may run after the unit's last gradient: then it waits for its inputs'.
+        # A node that needs a frozen parameter may run after the unit's last gradient: wait for the inputs' gradients.
         if unit.guarded and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.hold_between(unit)
 
@@ -256,7 +257,7 @@ class ForwardBackward:
     def _begin_backward(self) -> None:
         self.board.clear_exit()
         again = self._boundary.reopen()
-        if self._failed and not again:  # after an error: another try at the step, whose passes are counted anew
+        if self._failed and not again:  # after an error: the step is retried, and its passes are counted from 0
             self._failed = False
             for part in self._all:
                 part.count = 0
@@ -269,14 +270,14 @@ class ForwardBackward:
         self._reducer.begin({gradient: self._role(unit) for unit, gradient in order})
 
     def _role(self, unit: Unit) -> BackwardRole:
-        """Return what the present pass is to a unit's gradients: their last one is that of all parts that have it."""
+        """Return the role of the present pass for a unit's gradients: LAST if no part with the unit has more passes."""
         if self._alone:
             return BackwardRole.ALONE
         ahead = sum(part.expected - part.count for part in self._all if unit in part)
         return BackwardRole.SUMMED if ahead else BackwardRole.LAST
 
     def forget_backward(self) -> None:
-        """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
+        """Drop a backward pass that raised; its gradients are incomplete until zero_grad()."""
         if not in_backward():
             if self._reducer.open:
                 self._failed = self._boundary.incomplete = True
@@ -286,7 +287,7 @@ class ForwardBackward:
                 unit.computing = 0
 
     def step_ends(self) -> None:
-        """Note that the step's passes are over; the next step is expected to have as many, unless it had none."""
+        """Note the end of the step's passes; the next step is expected to have as many, unless there were none."""
         some = any(part.count for part in self._all)
         for part in self._all:
             part.expected, part.count = part.count if some else part.expected, 0
@@ -294,12 +295,12 @@ class ForwardBackward:
         self._training = False
 
     def step_fails(self) -> None:
-        """Note that a step has raised: the next backward pass is another try at it."""
+        """Note that a step has raised: the next backward pass retries it."""
         self._failed = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up backward passes inside on this rank alone; the next one outside (or the step) reduces them."""
+        """Add up gradients on this rank alone inside; the next pass outside, or the step, reduces them."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -309,7 +310,7 @@ class ForwardBackward:
     def _start_gathers(self, indices: list[int]) -> None:
         for place, index in enumerate(indices):
             unit = self._units[index]
-            # Backward has left it: gathered again, it would stay to the end for nothing.
+            # Backward has left this unit: a further gather would keep it unsharded until the end without use.
             done = self._reducer.open and unit.trainable and not unit.missing
             if not unit.guarded or done or not (unit.backward_expected or not in_backward()):
                 continue

@@ -1,4 +1,4 @@
-"""The rule for a model's buffers, such as BatchNorm's statistics, which each rank's forward writes for itself."""
+"""Synchronize a model's buffers, such as BatchNorm's statistics, which each rank's forward writes separately."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from npuzero.comm import Communicator
 
-#: What may become of buffers at the beginning of a forward that follows one in training.
+#: Rules for buffers at the start of a forward that follows a training forward.
 BUFFER_RULES = ("broadcast", "average")
 
 
 class BufferSync:
-    """Apply one rule to a model's buffers: ``"broadcast"`` (rank 0's, as DDP does) or ``"average"``.
+    """Apply one rule to a model's buffers: ``"broadcast"`` (from rank 0, as in DDP) or ``"average"``.
 
-    An average is of floating buffers; all others, such as counters, are rank 0's.
+    Only floating-point buffers are averaged; all others, such as counters, are broadcast from rank 0.
     """
 
     def __init__(self, rule: str, everyone: Communicator) -> None:
@@ -26,9 +26,9 @@ class BufferSync:
 
     @torch.no_grad()
     def forward_begins(self, model: nn.Module) -> None:
-        """Make the buffers the same on all ranks, if a forward in training may have written them. Collective."""
+        """Make the buffers equal on all ranks, if a training forward may have written them. Collective."""
         if self._stale and self._everyone.size > 1:
-            # By data: a graph of the forward before may have saved them, and does not need them.
+            # Write through data: an earlier forward's graph may have saved the buffers, but does not need the values.
             tensors = [buffer.data for buffer in model.buffers() if buffer.numel()]
             means = [tensor for tensor in tensors if self._averaged and tensor.is_floating_point()]
             self._average(means)

@@ -1,4 +1,4 @@
-"""The search for the first inf or NaN of a step: counted on the device while all is well, looked up once it is not."""
+"""Find the first inf or NaN of a step: count on the device, and search only after a bad step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NanOriginWatcher:
-    """Watch each unit's outputs and the order in which gradients come; :meth:`look` tells where it began.
+    """Watch each unit's outputs and the order of gradients; :meth:`look` reports the origin of an inf or NaN.
 
-    A verdict is asked for when the next forward begins: by then the device has long passed the point, and has the
-    update still to do, so waiting for it costs nothing.
+    The verdict is read when the next forward begins: the device has computed it long before and still has the update to
+    run, so waiting for it costs nothing.
 
     Args:
-        world: all ranks, of all stages of a pipeline.
-        stage: this rank's.
-        everyone: all ranks.
+        world: all ranks of all pipeline stages.
+        stage: index of this rank's stage.
+        everyone: communicator of all ranks.
     """
 
     def __init__(self, units: list[Unit], world: World, stage: int, everyone: Communicator) -> None:
@@ -36,16 +36,16 @@ class NanOriginWatcher:
         self._world = world
         self._stage = stage
         self._everyone = everyone
-        # By unit, and at the end the losses: sum of squares and non-finite elements of what came out in this step.
+        # Per unit, and in the last row for losses: sum of squares and non-finite elements of this step's outputs.
         self._seen = torch.zeros(len(units) + 1, 2, dtype=torch.float64, device=world.device)
         self._part = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._order: dict[int, None] = {}  # units as their outputs came
-        self._arrived: dict[str, None] = {}  # parameters as their gradients came
+        self._order: dict[int, None] = {}  # units in the order of their outputs
+        self._arrived: dict[str, None] = {}  # parameters in the order of their gradients
         self._verdict: Tensor | None = None
 
     def outputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
-        """Count what a forward of ``unit`` returned."""
-        if unit.index == 0:  # it returns once for each part, and what is of a part came before
+        """Count non-finite elements in the outputs of a forward of ``unit``."""
+        if unit.index == 0:  # it returns once per part, after the units of that part
             self._order.pop(0, None)
         self._order[unit.index] = None
         self._count(unit.index, tensors)
@@ -63,14 +63,14 @@ class NanOriginWatcher:
 
     @torch.no_grad()
     def conclude(self, loss: Tensor | None, gradients: Tensor) -> Tensor:
-        """Return the verdict on a step, whose gradients are there. Collective.
+        """Return the verdict on a step with complete gradients. Collective.
 
         Args:
-            loss: this rank's.
-            gradients: () non-finite elements of theirs, over all ranks.
+            loss: this rank's loss.
+            gradients: () number of non-finite gradient elements over all ranks.
 
         Returns:
-            [1] float32, not zero where anything was not finite on any rank.
+            [1] float32, nonzero if anything was non-finite on any rank.
         """
         if loss is not None:
             self._count(len(self._units), [loss.float()])
@@ -80,10 +80,10 @@ class NanOriginWatcher:
         return self._verdict
 
     def look(self) -> None:
-        """End the step that :meth:`conclude` concluded: forget it, or raise where it went wrong. Collective.
+        """Read the verdict of :meth:`conclude`: reset after a good step, raise after a bad one. Collective.
 
         Raises:
-            NonFiniteError: somewhere it did, on any rank.
+            NonFiniteError: something was non-finite on some rank; names the origin.
         """
         if self._verdict is None:
             return
@@ -106,7 +106,7 @@ class NanOriginWatcher:
             name for unit in self._units for flat in unit.trainable for name in _nonfinite_slots(flat, "gradient")
         ]
         outputs = [(at, i) for at, i in enumerate(self._order) if counts[i]]
-        # Each with what it is ordered by: forward goes from the first stage to the last, backward the other way.
+        # Each entry begins with its sort key: forward runs from the first stage to the last, backward in reverse.
         mine: dict[str, Any] = {
             "parameters": [[self._stage, place[name], name, owner[name]] for name in parameters],
             "outputs": [[self._stage, at, self._world.rank, self._units[i].name] for at, i in outputs[:1]],
@@ -115,7 +115,7 @@ class NanOriginWatcher:
         }
         said: list[dict[str, Any]] = self._world.exchange(mine)
         first = {kind: min(found) for kind in mine if (found := [each for rank in said for each in rank[kind]])}
-        # In the order of causes: a bad parameter spoils outputs, these spoil the loss, and any of them all gradients.
+        # In causal order: a bad parameter makes outputs bad, these the loss, and any of them makes all gradients bad.
         if "parameters" in first:
             *_, name, unit = first["parameters"]
             return _nonfinite_error(f"parameter {name} of unit {unit!r}", unit, name, None)
@@ -132,12 +132,12 @@ class NanOriginWatcher:
 
 
 class NanWatch:
-    """Hold the watch over one model, while somebody wants one.
+    """Hold the watcher of one model while watching is on.
 
     Args:
-        make: makes a watch.
-        boundary: of the model's steps.
-        show: shows the hooks the watch that there is now.
+        make: creates a watcher.
+        boundary: step boundary of the model.
+        show: passes the present watcher, or None, to the hooks.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class NanWatch:
         self.watching: NanOriginWatcher | None = None
 
     def watch(self, on: bool) -> None:
-        """Begin to watch what stops being finite, and where; or stop watching."""
+        """Start or stop watching for non-finite values."""
         if on:
             self._boundary.early.refuse("FiniteGuard")
         self.watching = self._make() if on else None
@@ -160,9 +160,11 @@ class NanWatch:
 
     @_disable_dynamo
     def check(self, loss: Tensor | None, counts: Tensor | None) -> None:
-        """Skip the present step where anything in it is inf or NaN; :meth:`look` says. Collective.
+        """Skip the present step if anything in it is inf or NaN; :meth:`look` reports it. Collective.
 
-        ``counts``: () bool, whether gradients do; None: yes.
+        Args:
+            loss: this rank's loss, if it is to be checked.
+            counts: () bool, whether non-finite gradients count; None: they do.
         """
         self.look()
         self._boundary.early.refuse("FiniteGuard.check")
@@ -175,13 +177,13 @@ class NanWatch:
             self._boundary.skip_where(self.watching.conclude(loss, bad if counts is None else bad * counts))
 
     def look(self) -> None:
-        """Raise a NonFiniteError where the last step checked was bad. Collective."""
+        """Raise a NonFiniteError if the last checked step was bad. Collective."""
         if self.watching is not None:
             self.watching.look()
 
 
 def _nonfinite_slots(flat: FlatParameter, what: str) -> list[str]:
-    """Return the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
+    """Return the names of slots with non-finite parameters or gradients (``what``) in this rank's states shard."""
     own = flat.own.raw(slice(0, flat.rests.states.numel)) if what == "parameters" else flat.own_gradient
     if own.isfinite().all():
         return []

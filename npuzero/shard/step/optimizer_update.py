@@ -1,12 +1,12 @@
-"""The update of a model: chunks of what rests on the device, one after the other, and the stream of what rests far.
+"""Update a model: near shards on the device, chunk by chunk, and offloaded shards by :class:`OffloadedUpdate`.
 
-What is near is one chunk, unless ``Settings.chunk_bytes`` divides it. R4 of a unit starts when the last chunk with
-anything of it is updated, always in the order of the units: within ``end()`` for those that are near, and for a unit
-that is far, and those behind it, when it is waited for.
+Near shards are one chunk, unless ``Settings.chunk_bytes`` divides them. R4 of a unit starts when the last chunk that
+contains any of it is updated, always in the order of units: within ``end()`` for near units; for an offloaded unit, and
+the units after it, when the unit is awaited.
 
-Where several optimizers update a model one after the other, R4 of a unit waits until all of its parameters that have a
-gradient are updated: so it is sent once a step. It starts sooner where somebody needs the unit, such as the next
-forward, or where the gradients that no optimizer has used are dropped (``zero_grad()``).
+If several optimizers update a model one after the other, R4 of a unit waits until all its parameters with a gradient
+are updated, so that it runs once per step. It starts earlier if the unit is needed, as by the next forward, or if
+unused gradients are dropped (``zero_grad()``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class OptimizerUpdate:
     """Run the updates of one model, one after the other.
 
     Args:
-        units: in forward order, in which R4 starts.
-        lag: what updates are ahead of the parameters, if anything.
-        chunk_bytes: of masters and moments in a chunk of what is near; 0: all in one.
-        overlap: False ends each R4 at once.
+        units: in forward order, which is the order of R4.
+        lag: the delayed update, empty unless the plan delays updates.
+        chunk_bytes: bytes of masters and moments per chunk of near shards; 0: one chunk.
+        overlap: False: wait for each R4 at once.
 
     Attributes:
-        stream: updates what is far.
-        begun: whether the present step has changed anything of the training state.
+        stream: updates the offloaded shards.
+        begun: whether the present step has changed the training state.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class OptimizerUpdate:
         self._chunk_bytes = chunk_bytes
         self._overlap = overlap
         self.begun = False
-        self._waiting: deque[Unit] = deque()  # for their R4 to start, in order
-        self._sends: set[Unit] = set()  # of which anything was updated since their last R4
+        self._waiting: deque[Unit] = deque()  # units with R4 still to start, in order
+        self._sends: set[Unit] = set()  # units updated since their last R4
         self._trained = frozenset(id(p) for unit in units for flat in unit.trainable for p in flat.parameters)
-        self._updated: frozenset[int] = frozenset()  # ids of the parameters that optimizers have had in this step
-        self._left: set[int] = set()  # ids of those beside them that had a gradient
-        self._holds = False  # units with any of these wait on, whoever finishes them
+        self._updated: frozenset[int] = frozenset()  # ids of the parameters of this step's optimizers so far
+        self._left: set[int] = set()  # ids of the remaining parameters with a gradient
+        self._holds = False  # units with parameters in _left keep waiting, even if they are needed
         self._lent: dict[
             int, list[TransientBuffer]
         ] = {}  # by unit, gradients to be released once its update has read them
 
     @contextlib.contextmanager
     def before_step(self, members: frozenset[int]) -> Iterator[None]:
-        """Start no R4, inside, of a unit that another optimizer of this step is still to update.
+        """Hold back, inside, R4 of units that another optimizer of this step has still to update.
 
         Args:
-            members: ids of the parameters of the optimizer that steps next; one that comes again begins a new step.
+            members: ids of the parameters of the optimizer that steps next; parameters seen before begin a new step.
         """
         if not self._updated.isdisjoint(members):
             self._updated, self._left = frozenset(), set()
@@ -82,7 +82,7 @@ class OptimizerUpdate:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Start no R4, inside, of a unit with gradients that no optimizer has used yet."""
+        """Hold back, inside, R4 of units with gradients that no optimizer has used yet."""
         before, self._holds = self._holds, True
         try:
             yield
@@ -90,15 +90,16 @@ class OptimizerUpdate:
             self._holds = before
 
     def begin(self, members: frozenset[int], used: Mapping[FlatParameter, Sequence[bool]]) -> None:
-        """Prepare for an optimizer that writes masters and parameters: each unit with any of them has an R4 to come.
+        """Prepare for the update of an optimizer: mark the units that need R4.
 
         Args:
-            members: ids of its parameters.
+            members: ids of the optimizer's parameters.
             used: per slot of each flat, whether any rank has a gradient.
 
         Raises:
-            NpuZeroError: the update before was delayed until now, and has failed.
+            NpuZeroError: the previous, delayed update has failed.
         """
+        # begun is set before land(), which writes parameters of the delayed update: fail() cannot undo that.
         self._lag.quiet()
         self.begun = self._lag.pending
         self._lag.land()
@@ -118,11 +119,11 @@ class OptimizerUpdate:
     def chunks(
         self, flats: Sequence[FlatParameter], block_bytes: Callable[[FlatParameter], int]
     ) -> Iterator[UpdateChunk]:
-        """Yield what is near of ``flats`` chunk by chunk; when the next one is asked for, the last one is updated.
+        """Yield the near shards of ``flats`` chunk by chunk; the caller updates each before it requests the next.
 
         Args:
             flats: in order of their units.
-            block_bytes: what MOMENT_BLOCK elements of a flat's masters and moments take.
+            block_bytes: returns the bytes of masters and moments of MOMENT_BLOCK elements of a flat.
         """
         shards = [ShardPiece(flat, 0, flat.rests.states.near) for flat in flats]
         chunks = list(divide_into_chunks(shards, block_bytes, self._chunk_bytes))
@@ -132,19 +133,19 @@ class OptimizerUpdate:
             self._restore_until(chunks[i + 1].pieces[0].flat if i + 1 < len(chunks) else None)
 
     def end(self) -> None:
-        """Start R4 of the units that still wait: nothing near is written any more."""
+        """Start R4 of the remaining near units, after the last chunk."""
         self._restore_until(None)
-        for unit in self._waiting:  # for the stream, or for another optimizer
+        for unit in self._waiting:  # for the offloaded update, or for another optimizer
             unit.close()
         self.begun = False
         if self._waiting:
             self._restorer.before = self._catch_up
 
     def fail(self, error: BaseException) -> None:
-        """Undo what :meth:`begin` did, since the step has raised ``error``.
+        """Undo :meth:`begin` after the step has raised ``error``.
 
-        Where the step has changed anything, that cannot be undone: every later use of the model is refused, by the
-        error of the update of what is far where that has failed.
+        If the step has changed the training state, it cannot be undone: every later use of the model is refused, with
+        the error of the offloaded update if that has failed.
         """
         if self.begun:
             self._restorer.refuse("optimizer.step", error, self.stream.check)
@@ -155,12 +156,12 @@ class OptimizerUpdate:
             self._waiting.clear()
 
     def proceed(self) -> None:
-        """Start R4 of the units that wait for no optimizer any more, since gradients were dropped."""
+        """Start R4 of units that wait for no optimizer after gradients were dropped."""
         if self._left:
             self._advance(-1)
 
     def _restore_until(self, undone: FlatParameter | None) -> None:
-        """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
+        """Start R4, in order, of the units before that of ``undone`` and before the first in the offloaded update."""
         while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):
             unit = self._waiting[0]
             if self._is_left(unit):
@@ -168,7 +169,7 @@ class OptimizerUpdate:
             self._start(unit)
             self._waiting.popleft()
             if not self._overlap:
-                self._restorer.wait(unit)  # finish() would start R4 of units whose chunks are yet to be updated
+                self._restorer.wait(unit)  # not finish(), which would start R4 of units with chunks still to be updated
 
     def _start(self, unit: Unit) -> None:
         if unit in self._sends:
@@ -176,7 +177,7 @@ class OptimizerUpdate:
             self._sends.discard(unit)
 
     def _is_left(self, unit: Unit) -> bool:
-        """Tell whether R4 would send anything of ``unit`` that another optimizer may be about to update."""
+        """Return whether R4 would send parameters of ``unit`` that another optimizer may still update."""
         if not self._left or unit not in self._sends or not any(flat.rests.restored.many for flat in unit.trainable):
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -185,9 +186,7 @@ class OptimizerUpdate:
     # -- what is far -----------------------------------------------------------------------------------------------
 
     def run_far(self, *task: Any) -> None:
-        """Begin to update what is far, as :meth:`OffloadedUpdate.run` does; from now on who needs a unit waits for
-        it.
-        """
+        """Start the offloaded update by :meth:`OffloadedUpdate.run`; from now on all uses of a unit wait for it."""
         try:
             self.stream.run(*task)
         except BaseException:
@@ -198,27 +197,27 @@ class OptimizerUpdate:
             self._restorer.before = self._catch_up
 
     def hold(self) -> None:
-        """Let nobody have a unit: an update that has begun inside backward waits for its step."""
+        """Close all units: an update that has begun inside backward waits for its step."""
         self._restorer.before = self._refuse
         for unit in self._units:
             if not unit.guarded and self.stream.has(unit):
                 unit.close()
 
     def let_go(self) -> None:
-        """Let the step have the units that :meth:`hold` has kept."""
+        """Undo :meth:`hold` for the step."""
         self._restorer.before = None
 
     def _refuse(self, unit: Unit) -> None:
         self.stream.quiet()
 
     def _catch_up(self, unit: Unit) -> None:
-        """Wait for the update of ``unit`` and of those before it, and start their R4; and of those behind, if done."""
-        if not self._holds:  # somebody needs parameters: the step is over, whatever optimizer has taken none
+        """Wait for the updates of the units up to ``unit`` and start their R4, and R4 of later ones already updated."""
+        if not self._holds:  # parameters are needed: the step is over, even if an optimizer has not stepped
             self._left = set()
         self._advance(unit.index)
 
     def _advance(self, index: int) -> None:
-        """Start R4, in order, of the units up to ``index``, waiting for their update, and of those behind, if done."""
+        """Start R4, in order: wait for the updates of the units up to ``index``; include later ones already updated."""
         while self._waiting and (index >= self._waiting[0].index or self.stream.done(self._waiting[0])):
             first = self._waiting[0]
             if self._is_left(first):
@@ -229,12 +228,15 @@ class OptimizerUpdate:
             if not first.guarded:
                 first.reopen()
             self._start(first)
-            self._waiting.popleft()  # not before: where it raises, whoever waits next starts it
+            self._waiting.popleft()  # only now: if _start() raises, the next wait retries it
         if not self._waiting:
             self._restorer.before = None
 
     def spare_gradients(self, used: bool) -> None:
-        """Wait until no update reads gradients that are about to change: those ``used`` by the last step, or others.
+        """Wait until no update reads the gradients that are about to change.
+
+        Args:
+            used: whether the last step used these gradients; a delayed update does not read any others.
 
         Raises:
             NpuZeroError: the update has failed.
@@ -243,7 +245,7 @@ class OptimizerUpdate:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is updated any more, and all states are where they rest; start what R4 still waits.
+        """Wait until all updates are done and all optimizer states are stored; start all pending R4.
 
         Raises:
             NpuZeroError: the update has failed.
@@ -254,7 +256,7 @@ class OptimizerUpdate:
         self.stream.quiet()
 
     def lend(self, unit: Unit, memory: TransientBuffer) -> None:
-        """Release the memory of a gradient of ``unit``: at once, or when its update has been waited for."""
+        """Release the memory of a gradient of ``unit``: at once, or after its update has been awaited."""
         if any(unit is waiting for waiting in self._waiting):
             self._lent.setdefault(unit.index, []).append(memory)
         else:

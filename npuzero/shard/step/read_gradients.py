@@ -1,6 +1,6 @@
-"""The requests of programs between backward and the step: clipping, norms, unscaling, one unsharded gradient.
+"""Gradient access between backward and the step: clipping, norms, unscaling, one unsharded gradient.
 
-Everything here is collective but :meth:`ModelGradients.read`, and has the ranks agree first which gradients there are
+All calls except :meth:`ModelGradients.read` are collective: the ranks first agree on the present gradients
 (:meth:`StepBoundary.finish`).
 """
 
@@ -30,10 +30,10 @@ from npuzero.shard.step.step_boundary import StepBoundary
 
 
 class ModelGradients:
-    """Answer what a program asks of its model's present gradients.
+    """Provide a model's present gradients to the program.
 
     Attributes:
-        boundary: of the model's steps.
+        boundary: step boundary of the model.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class ModelGradients:
         self._world = world
         self._pipe = pipe
         self._values = values
-        self._alone = alone  # no other rank need be waited for
-        # Until a scaler has been here, or a step has been told.
+        self._alone = alone  # read() may call finish(): no further rank takes part
+        # True until a loss scaler has unscaled, or the warning was given.
         self._unscaled = observe.current_rank() == 0 and any(flat.dtype is torch.float16 for flat in self._flats)
 
     def choose(self, call: str, words: Words, parameters: Sequence[Tensor] | None) -> ChosenGradients:
-        """Return the present gradients that ``call`` is about, once the ranks agree on them. Collective.
+        """Return the present gradients of ``parameters`` for ``call``, once the ranks agree on them. Collective.
 
         Args:
-            words: the arguments that all ranks must give alike.
-            parameters: of the model; None: all that have a gradient.
+            words: the arguments that must be equal on all ranks.
+            parameters: parameters of the model; None: all with a gradient.
         """
         places = None if parameters is None else self._places_of(parameters)
-        if self._pipe.many:  # which stages are asked about parts they agree on in a collective of their own
+        if self._pipe.many:  # all stages must take the same branch below, since _present() is collective over them
             words = {**words, "model or parameters": "model" if parameters is None else "parameters"}
         self.boundary.accord.call(call, words, "" if places is None else _describe_places(places))
         some = self.boundary.finish()
@@ -73,16 +73,16 @@ class ModelGradients:
         return self._present(self._places.values() if places is None else places)
 
     def _places_of(self, parameters: Sequence[Tensor]) -> list[Place] | None:
-        """Return where the gradients of ``parameters`` go; None where they are all that the model has, each once."""
+        """Return the places of the gradients of ``parameters``; None if these are all of the model's, each once."""
         keys = [key for key in map(id, parameters) if key in self._places]
         if len(keys) == len(self._places) and len(set(keys)) == len(keys):
             return None
         return [self._places[key] for key in keys]
 
     def _present(self, places: Collection[Place]) -> ChosenGradients:
-        """Return those of ``places`` that have a gradient, on any rank. Collective over the stages of a pipeline."""
+        """Return the ``places`` with a gradient on any rank. Collective over the stages of a pipeline."""
         used = {flat: self.boundary.used(flat) for flat in self._flats}
-        if self._pipe.many:  # a parameter that both ends have is one, whichever of them is given it
+        if self._pipe.many:  # a parameter tied between both ends counts once, no matter which end is given it
             chosen = {flat: [False] * len(here) for flat, here in used.items()}
             for flat, i in places:
                 chosen[flat][i] = True
@@ -95,17 +95,17 @@ class ModelGradients:
         return ChosenGradients(self, some=True)
 
     def own_shards(self) -> list[Tensor]:
-        """Return this rank's shard of each flat's gradient."""
+        """Return this rank's gradient shard of each flat."""
         return [flat.own_gradient for flat in self._flats]
 
     def nonfinite_units(self) -> list[str]:
-        """Return the units of which this rank has gradients with an inf or NaN."""
+        """Return the names of units with an inf or NaN in this rank's gradient shards."""
         return [u.name for u in self._units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
 
     @_disable_dynamo
     @collective_call("grad_norms")
     def norms(self, p: float, parameters: Sequence[Tensor] | None) -> dict[str, float]:
-        """Return by name the p-norm of each unsharded gradient that any rank of any stage has, of ``parameters``."""
+        """Return, by parameter name, the p-norm of each unsharded gradient that any rank of any stage has."""
         boundary = self.boundary
         chosen = self.choose("grad_norms", {"norm_type": p}, parameters)
         if not chosen.some:
@@ -118,17 +118,17 @@ class ModelGradients:
 
     @collective_call("full_gradient")
     def full(self, flat: FlatParameter, i: int) -> Tensor | None:
-        """Return the unsharded gradient of a slot, float32; None where no rank has any."""
+        """Return the unsharded gradient of a slot, float32; None if no rank has one."""
         if not self.boundary.finish() or not self.boundary.used(flat)[i]:
             return None
         whole = self._values.whole_slot(flat, i, self._values.gather_states(flat, flat.own_gradient))
         return whole * self.boundary.gradient_scale[0]
 
     def read(self, flat: FlatParameter, i: int) -> Tensor:
-        """Return a float32 copy for a program that reads ``p.grad`` where this rank has all of it. Not collective.
+        """Return a float32 copy of a slot's gradient, for reads of ``p.grad``. Not collective.
 
         Raises:
-            StateError: no rank has all of it, or the ranks have not summed it yet.
+            StateError: the gradient is sharded, or the ranks have not summed it yet.
         """
         self._values.check_here()
         if self._alone:
@@ -153,15 +153,15 @@ class ModelGradients:
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
         """Multiply the gradients of some parameters by ``inverse`` (float32, one element).
 
-        Where these are all of the model's it happens at the update.
+        If these are all parameters of the model, the update does it.
 
         Args:
-            rules: what the loss scaler was told, the same on every rank.
-            parameters: the ids of those that the optimizer at hand has.
+            rules: the loss scaler's options, equal on every rank.
+            parameters: ids of the optimizer's parameters.
 
         Returns:
-            () float32 on the device, not zero where an element of these gradients is inf or NaN, on any rank; None
-            where no rank has any.
+            () float32 on the device, nonzero if any of these gradients has an inf or NaN on any rank; None if no rank
+            has a gradient.
         """
         boundary = self.boundary
         self._unscaled = False
@@ -169,7 +169,7 @@ class ModelGradients:
         boundary.accord.call("LossScaler", rules)
         if not boundary.finish():
             return None
-        # The update has one scale for the model: an optimizer of some parameters has theirs multiplied here.
+        # The update has one scale per model, so gradients of an optimizer of only some parameters are multiplied here.
         chosen = [place for key, place in self._places.items() if key in parameters]
         some_only, used = self._pipe.any(
             len(chosen) < len(self._places), any(boundary.used(flat)[i] for flat, i in chosen)
@@ -185,7 +185,7 @@ class ModelGradients:
         return bad.float()
 
     def warn_unscaled(self) -> None:
-        """Warn once, on rank 0, of a step by float16 gradients that no loss scaler has seen."""
+        """Warn once, on rank 0, about a step with float16 gradients and no loss scaler."""
         if self._unscaled:
             self._unscaled = False
             warnings.warn(
@@ -199,15 +199,15 @@ class ModelGradients:
 
 
 class ChosenGradients:
-    """Hold the gradients of one model that a call is about. What is asked of them is collective.
+    """Hold the gradients that one call covers, in one model. Its methods are collective.
 
-    The update has one scale for all gradients of a model, which costs no pass over them. So a part is multiplied where
-    it lies.
+    The update applies one scale to all gradients of a model, without a further pass over them. Only some of the
+    gradients cannot use it, so they are multiplied in place.
 
     Attributes:
-        some: whether there are any, on any rank of any stage.
-        places: where they are, one that is given twice twice, as torch has it; None: all that there are.
-        device: where what is said of them is.
+        some: whether any rank of any stage has one.
+        places: their places, with duplicates as given, as in torch; None: all present gradients.
+        device: device of the results.
     """
 
     def __init__(self, gradients: ModelGradients, some: bool, places: list[Place] | None = None) -> None:
@@ -222,7 +222,7 @@ class ChosenGradients:
         return self._boundary.sums.norm(p, self.places) * self._boundary.gradient_scale[0]
 
     def nonfinite(self) -> Tensor:
-        """Return () bool: whether any element is inf or NaN. Counted by the pass that sums squares."""
+        """Return () bool: whether any element is inf or NaN, counted in the same pass as the sum of squares."""
         sums = self._boundary.sums
         return (sums.total() if self.places is None else sums.total_of(self.places))[1] != 0
 
@@ -237,7 +237,7 @@ class ChosenGradients:
         self._boundary.sums.forget()
 
     def clamp(self, limit: float) -> None:
-        """Bring every element into ``[-limit, limit]``."""
+        """Clip every element to ``[-limit, limit]``."""
         self._boundary.apply_scale()
         shards = self._gradients.own_shards() if self.places is None else local_gradient_ranges(self.places)
         with self._boundary.changing():
@@ -247,7 +247,7 @@ class ChosenGradients:
 
 
 def _describe_places(places: Sequence[Place]) -> str:
-    """Return words for some parameters that are the same on ranks that are given the same ones, in one order."""
+    """Return a description of parameters, equal on ranks with the same parameters in the same order."""
     names = [flat.layout.slots[i].name for flat, i in places]
     if not names:
         return "none"

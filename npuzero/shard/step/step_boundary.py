@@ -1,12 +1,12 @@
-"""The step boundary: ranks agree on which gradients there are, and the update learns how to use them.
+"""The step boundary: ranks agree on the present gradients, and the update gets their scale and skip flag.
 
-Between two updates the gradients of a model are in one of three stages::
+Between two updates the gradients of a model are in one of three phases::
 
-    OPEN      backward passes come, and add to them
-    AGREED    the ranks know which parameters took part, and R3 has summed their gradients
+    OPEN      backward passes add to them
+    AGREED    the ranks know which parameters have a gradient, and R3 has summed the gradients
     STEPPED   an update has used them; they can still be read, until zero_grad() or the next backward pass
 
-A backward pass opens them again, in whatever stage they are.
+A backward pass returns to OPEN from any phase.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from npuzero.shard.step.check_parameters import ParameterCheck
 from npuzero.shard.step.early_update import EarlyUpdate
 from npuzero.shard.step.optimizer_update import OptimizerUpdate
 
-#: Of how many parameters an error gives the names.
+#: Maximum number of parameters that an error names.
 _NAMED = 10
 
-#: The gradients of a flat, from which on their memory is lent between steps: moving less is not worth the calls.
+#: Bytes of a flat's gradients from which their memory is lent between steps; below, it is not worth the calls.
 LENT_BYTES = 2**20
 
 
 class BoundaryPhase(enum.Enum):
-    """Name how far the present gradients are."""
+    """Name the phase of the present gradients."""
 
     OPEN = "open"
     AGREED = "agreed"
@@ -57,15 +57,15 @@ class StepBoundary:
     """Keep track of the gradients of one model between two updates.
 
     Attributes:
-        gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
-        skip: [1] float32 on the device, or None: where it is not zero, the present update changes nothing.
-        board: of the world, which records the calls that this rank left by an exception.
-        accord: what all ranks must say alike.
-        sums: over the gradients, once they are agreed on.
-        early: the updates that begin before there is any agreement.
-        summed: whether the present gradients are over all ranks.
-        agreed: whether the ranks know which of them there are, for the update to come.
-        incomplete: an error has left the present gradients incomplete; nothing but dropping them helps.
+        gradient_scale: [1] float32 on the device: factor of the gradients at the update (clipping, unscaling).
+        skip: [1] float32 on the device, or None: if nonzero, the present update changes nothing.
+        board: the world's hang detector, which records the calls that this rank left by an exception.
+        accord: vote on the rules and calls that must be equal on all ranks.
+        sums: norms and counts over the gradients, once they are agreed on.
+        early: updates that start inside backward, before any agreement.
+        summed: whether the present gradients are summed over all ranks.
+        agreed: whether the ranks have agreed on them for the next update.
+        incomplete: whether an error has left the present gradients incomplete; they can only be dropped.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that act at the boundary, made and wired by the engine
@@ -99,15 +99,15 @@ class StepBoundary:
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
         self.incomplete = False
-        # Flags, each with the ids of the parameters whose next update it may skip.
+        # Flags, each with the ids of the parameters that have their next update skipped by it.
         self._skips: list[tuple[frozenset[int], Tensor]] = []
         self._trained = frozenset(id(parameter) for flat in self._flats for parameter in flat.parameters)
         self._stage = BoundaryPhase.OPEN
-        self._used: dict[FlatParameter, list[bool]] = {}  # per slot, where AGREED
-        self._some = False  # any stage has gradients, where AGREED
+        self._used: dict[FlatParameter, list[bool]] = {}  # per slot, if AGREED
+        self._some = False  # any stage has gradients, if AGREED
         self._scaled = False  # gradient_scale is not 1
-        self._brought = False  # a backward pass of this rank is in what the next step sums, whatever was dropped of it
-        self._dropped = False  # the user has dropped some of the present gradients, while others stay
+        self._brought = False  # this rank has run a backward pass for the next step, even if its gradients were dropped
+        self._dropped = False  # the program has dropped some, but not all, of the present gradients
 
     @property
     def summed(self) -> bool:
@@ -119,30 +119,30 @@ class StepBoundary:
 
     @property
     def used_slots(self) -> Mapping[FlatParameter, list[bool]]:
-        """Return by flat, per slot, whether any rank has a gradient in the present step (after :meth:`finish`)."""
+        """Return per flat and slot whether any rank has a gradient in the present step (after :meth:`finish`)."""
         assert self._stage is BoundaryPhase.AGREED
         return self._used
 
     def used(self, flat: FlatParameter) -> list[bool]:
-        """Return of one flat what :attr:`used_slots` has of it."""
+        """Return :attr:`used_slots` of one flat."""
         return self.used_slots[flat]
 
     def reopen(self) -> bool:
-        """Prepare for a backward pass that brings more gradients.
+        """Prepare for a backward pass.
 
         Returns:
-            whether there are some already.
+            whether gradients are already present.
         """
         present = self._present()
         some = _any_gradient_values(present)
         self._update.spare_gradients(used=self._stage is BoundaryPhase.STEPPED and some)
-        if not some:  # the program has zeroed the gradients, in whatever way
+        if not some:  # the program has zeroed the gradients, in any way
             self.forget()
         elif self.incomplete:
             raise _incomplete_gradients_error("backward")
-        elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
+        elif self._scaled:  # further gradients after clipping: scale the present ones, as torch's clipping would have
             self.apply_scale()
-        if self._stage is BoundaryPhase.STEPPED:  # what no optimizer has used of the last step's
+        if self._stage is BoundaryPhase.STEPPED:  # drop flags of the last step that no optimizer has used
             self._skips.clear()
         self._clear_dropped(present)
         self._stage = BoundaryPhase.OPEN
@@ -151,10 +151,10 @@ class StepBoundary:
         return some
 
     def finish(self) -> bool:
-        """Run R3: bring every gradient to READY on its owner. Collective; does nothing the second time.
+        """Run R3: bring every gradient to READY on its owner. Collective; a second call does nothing.
 
         Returns:
-            False where no rank has any gradient (torch's optimizers then do nothing); of other stages' modules neither.
+            False if no rank of any stage has a gradient (torch's optimizers then do nothing).
         """
         if self._reducer.open:
             raise StateError(
@@ -165,12 +165,12 @@ class StepBoundary:
             )
         if self.incomplete and _any_flag(self._present()):
             raise _incomplete_gradients_error("npuzero step")
-        if not self.early.begun:  # else these are gradients of a step to come
+        if not self.early.begun:  # else the running update belongs to this step, and reads these gradients
             with self._update.holding():
                 self._update.spare_gradients(used=self._stage is BoundaryPhase.STEPPED)
         if self._stage is not BoundaryPhase.AGREED:
             self._agree_anew()
-        else:  # the program may have dropped some since, as it does on every rank
+        else:  # the program may have dropped some since, in the same way on every rank
             present = self._present()
             if present != self._used or any(flat.gradient.zeroed for flat in self._flats):
                 self._used = present
@@ -191,7 +191,7 @@ class StepBoundary:
         if not self._brought and not _any_gradient_values(present):
             self.forget()
             _interrupt_gathers(self._units, self.gradient_scale.device)
-        # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
+        # Before the vote: ranks may be waiting in a reduction for the zeros of a rank without a backward pass.
         self._reducer.finish()
         self.accord.begin_vote()
         votes = self._vote(present)
@@ -214,7 +214,7 @@ class StepBoundary:
             return {flat: flat.gradient.present() for flat in self._flats}
 
     def _clear_dropped(self, present: Mapping[FlatParameter, list[bool]]) -> None:
-        """Zero what the buffers hold of gradients that the program dropped, or set to zeros, while others stay."""
+        """Zero, in the buffers, gradients that the program has dropped or set to zero one by one."""
         for flat, here in present.items():
             for i in flat.gradient.dropped(here):
                 self._reducer.drain()
@@ -222,11 +222,11 @@ class StepBoundary:
                 self._dropped = self._dropped or not here[i]
 
     def _refuse_unused(self, votes: Mapping[FlatParameter, list[int]]) -> None:
-        """Raise where some rank has no gradient of a parameter that trains. Collective over the stages.
+        """Check that every rank has a gradient of every parameter that trains. Collective over the stages.
 
         Raises:
-            ConfigError: an optimizer begins its updates before anybody can know.
-            StateError: on every rank of every stage: there is such a parameter.
+            ConfigError: an optimizer has ``early``: it may update before this check.
+            StateError: on every rank of every stage: a gradient is missing.
         """
         self.early.refuse("Settings(ignore_unused_parameters=False)")
         ranks = self._mesh.size(STAGE)
@@ -237,7 +237,7 @@ class StepBoundary:
                 for i in flat.slots
                 if here[i] < ranks
                 and flat.parameters[i].requires_grad
-                and not (flat.rests.tied and self._used[flat][i])  # the other end of the pipeline has used it
+                and not (flat.rests.tied and self._used[flat][i])  # the opposite end of the pipeline has used it
             ]
         if any(self._pipe.any(bool(unused))):
             names = self._pipe.names(unused)
@@ -252,9 +252,9 @@ class StepBoundary:
             )
 
     def _vote(self, present: dict[FlatParameter, list[bool]]) -> Mapping[FlatParameter, list[int]]:
-        """Return on how many ranks each slot has a gradient; clear one that some rank dropped and no rank has.
+        """Return the number of ranks with a gradient, per slot; clear slots that some rank dropped and no rank has.
 
-        Where ranks follow different rules, or any has written into parameters, all compare.
+        The same all_reduce tells whether rules differ, or a rank has written to parameters: then all ranks compare.
         """
         if not present or self._mesh.size(STAGE) == 1:
             return {flat: [*map(int, here)] for flat, here in present.items()}
@@ -270,7 +270,7 @@ class StepBoundary:
             self._values.compare_written()
         votes_of = map(int, used)
         agreed = {flat: [next(votes_of) for _ in flat.slots] for flat in self._flats}
-        if dropped:  # a rank dropped a gradient that the others have through it
+        if dropped:  # sums on further ranks may still hold a gradient that a rank brought alone, and dropped
             for flat, anywhere in agreed.items():
                 for i in flat.slots:
                     if not anywhere[i]:
@@ -278,15 +278,15 @@ class StepBoundary:
             self._dropped = False
         return agreed
 
-    # -- what the update is told -----------------------------------------------------------------------------------
+    # -- scale and skip flags of the update ------------------------------------------------------------------------
 
     def scale_gradients(self, by: Tensor) -> None:
-        """Have the update multiply all gradients by one number more: [1] or () float32."""
+        """Multiply the scale that the update applies to all gradients by ``by``, [1] or () float32."""
         self.gradient_scale.mul_(by)
         self._scaled = True
 
     def apply_scale(self) -> None:
-        """Multiply the gradients themselves by the number that the update was to multiply them by."""
+        """Multiply the gradients themselves by the scale, and reset it to 1."""
         with self.changing():
             for flat in self._flats:
                 flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))
@@ -295,25 +295,25 @@ class StepBoundary:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the gradients in place inside; where that raises, they are incomplete."""
+        """Mark the gradients incomplete if changing them in place inside raises."""
         self.incomplete = True
         yield
         self.incomplete = False
 
     def skip_where(self, flag: Tensor, parameters: frozenset[int] | None = None) -> None:
-        """Have the next update of some parameters change nothing where ``flag`` ([1] float32) is not zero.
+        """Skip the next update of some parameters if ``flag`` ([1] float32) is nonzero.
 
         Args:
-            parameters: their ids; None: all. An update of other parameters beside them is skipped with them.
+            parameters: their ids; None: all. An update that includes any of them is skipped entirely.
         """
         self._skips.append((self._trained if parameters is None else parameters, flag))
 
     def begin_update(self, members: frozenset[int]) -> None:
-        """Let :attr:`skip` be that of an update of ``members``, ids of parameters."""
+        """Set :attr:`skip` for an update of ``members``, ids of parameters."""
         flags = [flag for parameters, flag in self._skips if not parameters.isdisjoint(members)]
         self.skip = reduce(torch.maximum, flags) if flags else None
 
-    # -- afterwards ------------------------------------------------------------------------------------------------
+    # -- after the update ------------------------------------------------------------------------------------------
 
     def step_ends(self, members: frozenset[int]) -> None:
         """Note that an update of ``members`` has used the gradients."""
@@ -335,9 +335,9 @@ class StepBoundary:
         self.skip = None
 
     def lend_memory(self) -> None:
-        """Let other buffers have the memory of the last step's gradients until the next ones; after zero_grad().
+        """Release the memory of the last step's gradients until the next backward pass; called after zero_grad().
 
-        Gradients that are under way stay until the next backward pass finds them dropped.
+        Gradients in a running reduction stay until the next backward pass finds them dropped.
         """
         large = [
             (unit, flat.gradient.memory)
@@ -345,7 +345,7 @@ class StepBoundary:
             for flat in unit.trainable
             if flat.gradient.buffer.nbytes >= LENT_BYTES
         ]
-        # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.
+        # Not while a collective may write to the buffers, nor between an agreement and its update.
         done = self._stage is not BoundaryPhase.AGREED and self._reducer.idle
         if large and done and not _any_gradient_values(self._present()):
             self.forget()
@@ -354,7 +354,7 @@ class StepBoundary:
 
 
 def _interrupt_gathers(units: Sequence[Unit], device: torch.device) -> None:
-    """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
+    """Start a mismatched collective with ranks that gather for a backward pass: an error at once, not a deadlock."""
     groups: dict[object, RankGroup] = {}
     for flat in (flat for unit in units for flat in unit.flats if flat.rests.parameters.cut):
         groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
@@ -364,7 +364,7 @@ def _interrupt_gathers(units: Sequence[Unit], device: torch.device) -> None:
 
 
 def _zero_unused_gradients(used: Mapping[FlatParameter, list[bool]]) -> None:
-    """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
+    """Zero slots that hold only error feedback because no rank has a gradient: a norm must not count them."""
     for flat, anywhere in used.items():
         if flat.gradient.residuals and not flat.gradient.kept.lent:
             for i in (i for i in flat.slots if not anywhere[i]):
