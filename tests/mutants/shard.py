@@ -270,7 +270,7 @@ MUTANTS = (
     PackageMutant(
         "autocast computes with copies of the parameters of before the step",
         "shard/step/forward_backward.py",
-        "torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here",
+        "torch.clear_autocast_cache()  # it would keep low-precision copies of resharded parameters",
         "pass",
         ("world/test_autocast.py::test_the_cache_keeps_no_copy_of_what_is_released",),
     ),
@@ -291,7 +291,7 @@ MUTANTS = (
     PackageMutant(
         "a gradient that one rank had used, and all have dropped, counts in the norm",
         "shard/step/step_boundary.py",
-        "if dropped:  # a rank dropped a gradient that the others have through it",
+        "if dropped:  # sums on further ranks may still hold a gradient that a rank brought alone, and dropped",
         "if False:",
         (f"{GRADIENTS}[dropped by all though few had used them-zero1]",),
     ),

@@ -70,7 +70,7 @@ MUTANTS = (
     PackageMutant(
         "a parameter may be read while it is updated",
         "shard/step/optimizer_update.py",
-        "        for unit in self._waiting:  # for the stream, or for another optimizer\n            unit.close()\n",
+        "        for unit in self._waiting:  # for the offloaded or another update\n            unit.close()\n",
         "",
         ("world/test_tiers_lane.py::test_a_parameter_is_read_when_it_is_updated",),
     ),

@@ -135,7 +135,7 @@ class OptimizerUpdate:
     def end(self) -> None:
         """Start R4 of the remaining near units, after the last chunk."""
         self._restore_until(None)
-        for unit in self._waiting:  # for the offloaded update, or for another optimizer
+        for unit in self._waiting:  # for the offloaded or another update
             unit.close()
         self.begun = False
         if self._waiting:
