@@ -1,4 +1,4 @@
-"""The way from a model and a plan to units: checks, grouping, layout; and the prediction for the same flats."""
+"""Build units from a model and a plan: checks, grouping, layout; and predict bytes for the same flat parameters."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def agree_on_plan(
     origin: InitialValues,
     buffers: str | None = None,
 ) -> tuple[list[UnitSpec], list[Plan], MeshShape]:
-    """Return the units of ``model``, their plans and the mesh, once all ranks are known to have the same.
+    """Return the units of ``model``, their plans and the mesh shape, after checking that all ranks have the same.
 
     Collective; moves no data.
 
     Raises:
         ConfigError: something cannot be sharded, or the ranks disagree.
-        CheckpointError: the weights it is to have do not fit.
+        CheckpointError: the given weights do not fit the model.
         StateError: the model is sharded already.
     """
+    # A rank with a problem takes part in the exchange nevertheless, so that all ranks raise the same error.
     world = get_stage_world(ranks)
     staged = isinstance(ranks, Mesh) and ranks.size((PIPE,)) > 1
     specs: list[UnitSpec] = []
@@ -90,7 +91,7 @@ def agree_on_plan(
     described = [] if problem else describe_model(model, specs)
     try:
         check_same_model(described, same, world, problem)
-        check_tensor_axis(shape.tensor, staged or uses_tensor_axis(specs))  # of a pipeline any stage may use it
+        check_tensor_axis(shape.tensor, staged or uses_tensor_axis(specs))  # in a pipeline any stage may use it
     except (ConfigError, StateError, CheckpointError) as error:
         if not staged:
             raise
@@ -103,12 +104,12 @@ def agree_on_plan(
 
 
 def get_stage_world(ranks: World | Mesh) -> World:
-    """Return those ranks that train the same modules: a stage of a pipeline knows nothing of other stages' modules."""
+    """Return the ranks that train the same modules: the world, or this rank's stage of a pipeline."""
     return ranks.part(STAGE) if isinstance(ranks, Mesh) else ranks
 
 
 def mesh_shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShape:
-    """Return the sizes of the axes that ``plan`` is followed on; a mesh and a plan may both name ``local_size``."""
+    """Return the mesh shape for ``plan`` on ``ranks``; raise a ConfigError if they give different ``local_size``."""
     if isinstance(ranks, World):
         return plan.mesh_shape(ranks.size, len(ranks.local))
     if not isinstance(ranks, Mesh):
@@ -125,7 +126,7 @@ def mesh_shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShap
 
 
 def _flatten_fields(path: str, record: object) -> dict[str, str]:
-    """Return the fields of a dataclass by path, each in words; its name, which says most, before the others."""
+    """Return the fields of a dataclass as texts by path; ``name``, the most informative field, first."""
     if not is_dataclass(record):
         return {path: repr(record)}
     names = sorted((item.name for item in fields(record)), key=lambda name: name != "name")
@@ -135,7 +136,11 @@ def _flatten_fields(path: str, record: object) -> dict[str, str]:
 def build_units(
     specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh, strict: bool
 ) -> list[Unit]:
-    """Return the units with their flats laid out, before any data moves; ``strict``: guarded as on several ranks."""
+    """Return the units with flat parameters laid out, before any data moves.
+
+    Args:
+        strict: guard parameters and gradients as on several ranks.
+    """
     units = []
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
@@ -158,8 +163,12 @@ def predict_model(
     parts: Sequence[Group] = (),
     **facts: Any,
 ) -> Report:
-    """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``; ``parts``:
-    by modules or names, as :meth:`npuzero.shard.step.forward_backward.ForwardBackward.divide` has them.
+    """Return :func:`npuzero.plan.predict_bytes` for the flat parameters that :func:`build_units` makes of ``model``.
+
+    Args:
+        parts: modules or names of each part, as in
+            :meth:`npuzero.shard.step.forward_backward.ForwardBackward.divide`.
+        facts: as in :func:`build_steady_step`.
     """
     _check_parts(parts)
     shape = mesh_shape_on(plans.model, ranks)
@@ -174,9 +183,9 @@ def predict_model(
 
 
 def nested_unit_spans(names: Sequence[str]) -> tuple[int, ...]:
-    """Return for each unit, by the names of all in order, the index of the last one inside of it, or its own."""
+    """Return for each unit the index of the last unit nested in it, or of itself; ``names``: of all units, in order."""
     last = list(range(len(names)))
-    around: list[int] = []  # the units that have not ended, outermost first: of these the root ends last
+    around: list[int] = []  # enclosing units, outermost first; the root encloses all
     for i, name in enumerate(names):
         while len(around) > 1 and not name.startswith(f"{names[around[-1]]}."):
             around.pop()
@@ -187,10 +196,10 @@ def nested_unit_spans(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def get_unit_parameters(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
-    """Return the parameters of each unit of ``model``, the root unit first; they may be on any device, also meta.
+    """Return the parameters of each unit of ``model``, the root unit first; they may be on any device, even meta.
 
     Raises:
-        ConfigError: a parameter that cannot be part of a flat, or a rule that names no module.
+        ConfigError: a parameter cannot be part of a flat parameter, or a rule names no module.
     """
     return [_parameter_facts(spec) for spec in _find_checked_units(model, rule)]
 
@@ -204,7 +213,7 @@ def _find_checked_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Describe a parameter, as far as layout and prediction need to know it: whole, where it will be cut."""
+    """Describe a parameter for layout and prediction; ``shape`` is the full shape, even if it will be cut."""
 
     name: str
     shape: torch.Size
@@ -214,18 +223,20 @@ class ParameterFacts:
     cut: Cut | None = None
 
     def part(self, mesh: MeshShape) -> torch.Size:
-        """Return the shape of what each rank has of it."""
+        """Return the shape of each rank's part."""
         return self.shape if self.cut is None else self.cut.shape(self.shape, mesh.size(self.cut.axes))
 
 
 def predict_units(
     units: Sequence[Sequence[ParameterFacts]], plan: Plan, shape: MeshShape, settings: Settings, **facts: Any
 ) -> Report:
-    """Return the prediction for units given by their parameters, root first; ``facts`` as :func:`build_steady_step` has
-    them.
+    """Return the prediction for units given by their parameters, root first.
+
+    Args:
+        facts: as in :func:`build_steady_step`.
 
     Raises:
-        ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
+        ConfigError: the number of micro-batches is not positive, parts lack acts, or an act names no part.
     """
     flats, step = build_steady_step(units, plan, shape, settings, **facts)
     return predict_bytes(plan, flats, shape, step)
@@ -245,21 +256,22 @@ def build_steady_step(  # noqa: PLR0913 - the facts of a step, a name each
     clip: bool = False,
     moments: int = 2,
 ) -> tuple[list[FlatSize], StepSpec]:
-    """Return the flats of units given by their parameters, root first, and how a step of them is run: what
-    :func:`npuzero.plan.prediction.step_schedule.steady_step` makes its moves of.
+    """Return the flat parameters and the step spec of units given by their parameters, root first.
+
+    They are the input of :func:`npuzero.plan.prediction.step_schedule.steady_step`.
 
     Args:
-        own: their plans, if they differ.
-        spans, parts, acts: which of them run inside of which; which are of which part; and the passes of these, as
-            :class:`npuzero.plan.StepSpec` has it.
+        own: plans per unit, if they differ.
+        spans, parts, acts: nesting of units, the units of each part, and the passes of parts, as in
+            :class:`npuzero.plan.StepSpec`.
 
     Raises:
-        ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
+        ConfigError: the number of micro-batches is not positive, parts lack acts, or an act names no part.
     """
     clip = check_flag("predict: clip", clip)
     check_count("predict: moments", moments, "Give the number of an optimizer's moments: 2 of Adam.", least=0)
     _check_passes(micro_batches, parts, acts)
-    # Blocks are mostly alike: those of the same shapes and plan have the same flats.
+    # Most blocks are alike: units with the same shapes and plan share one layout.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
     for i, (unit, its) in enumerate(zip(units, own or [plan] * len(units), strict=True)):
@@ -299,7 +311,7 @@ def _check_parts(parts: object) -> None:
 
 
 def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence[tuple[int, bool]]) -> None:
-    """Check the numbers that say how many passes a step has, and of what."""
+    """Check the number of micro-batches and the acts of parts."""
     check_count("predict: micro_batches", micro_batches, "Give the number of backward passes a step.")
     count = len(parts) or 1
     if (
@@ -322,12 +334,12 @@ def _is_pass_act(act: object) -> bool:
 def build_layouts(
     parameters: Sequence[ParameterFacts], plan: Plan, mesh: MeshShape, bucket_bytes: int
 ) -> Iterator[tuple[FlatLayout, bool, Plan]]:
-    """Lay out the flats of one unit: its parameters grouped by dtype, whether they train, and relations; in buckets.
+    """Generate the layouts of one unit: parameters grouped by dtype, trainability and relations, in buckets.
 
-    A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
+    A flat parameter takes parameters up to ``bucket_bytes``; a larger parameter gets a separate one.
 
     Yields:
-        layout, whether its parameters train, and the plan as they follow it.
+        layout, whether its parameters train, and their plan, adapted to their relations.
     """
     precision = plan.precision
     groups: dict[tuple[torch.dtype, bool, Relations], list[list[ParameterFacts]]] = {}
@@ -341,7 +353,7 @@ def build_layouts(
             filled[key] = 0
         buckets[-1].append(parameter)
         filled[key] += nbytes
-    # What two stages have in common comes first: so its flats have the same names in both, whatever else is there.
+    # Parameters tied between two stages come first, so that their flats have the same names in both stages.
     for (kind, trainable, relations), buckets in sorted(
         groups.items(), key=lambda group: PIPE not in dict(group[0][2])
     ):
@@ -377,7 +389,7 @@ def _discover_by_rule(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 
 def _check_memories(plans: Sequence[Plan], settings: Settings, where: torch.device) -> None:
-    """Check that what is to rest off the device can: before anything is allocated, on every rank."""
+    """Check the memories that offloading needs, on every rank, before anything is allocated."""
     if any(Memory.NVME in (plan.parameters.memory, plan.states.memory, plan.activations.memory) for plan in plans):
         check_folders([Path(folder) for folder in nvme_folders(settings)])
     if settings.update_on == "device" and any(plan.states.far for plan in plans):
@@ -387,7 +399,7 @@ def _check_memories(plans: Sequence[Plan], settings: Settings, where: torch.devi
 def _check_shardable(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
     kind = world.device.type
     for name, p in (pair for spec in specs for pair in spec.parameters):
-        # Asked of the parameters, not of the model: it may be a part of a sharded one, or be around it.
+        # Check the parameters, not the model, which may be part of a sharded model or contain one.
         if getattr(p, "_npuzero_engine", None) is not None:
             raise StateError(
                 f"parameter {name}",
@@ -406,7 +418,7 @@ def _check_shardable(model: nn.Module, specs: list[UnitSpec], world: World) -> N
 
 
 def _check_cuts(model: nn.Module, specs: list[UnitSpec], shape: MeshShape) -> None:
-    """Check that what is cut can be divided over the ranks of this mesh."""
+    """Check that cut parameters can be divided over the ranks of this mesh."""
     tiles = find_tile_rows(model)
     for name, parameter in (pair for spec in specs for pair in spec.parameters):
         cut = get_cut(parameter)
@@ -429,7 +441,7 @@ def _wrong_device_error(subject: str, tensor: Tensor, kind: str) -> ConfigError:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Check that the parameter can be part of a flat, whatever device it is on."""
+    """Check that the parameter, on any device, can be part of a flat parameter."""
     _check_tensor_shaped(f"parameter {name}", parameter)
     if not issubclass(type(parameter), nn.Parameter):
         raise ConfigError(
@@ -448,7 +460,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def check_not_lazy(model: nn.Module) -> None:
-    """Raise a ConfigError where a parameter or buffer of ``model`` has no shape yet."""
+    """Raise a ConfigError if a parameter or buffer of ``model`` has no shape yet."""
     for name, parameter in model.named_parameters():
         _check_tensor_shaped(f"parameter {name}", parameter)
     for name, buffer in model.named_buffers():
@@ -466,8 +478,8 @@ def _check_tensor_shaped(subject: str, tensor: Tensor) -> None:
 
 
 def _check_no_overlap(named: list[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that are two views of one memory: as two parameters they would silently be tied no more."""
-    # Sorted by address: where any two overlap, two neighbours do. A strided view spans memory that is not its own.
+    """Refuse parameters that are views of the same memory: flattening would silently untie them."""
+    # Sorted by address: if any two overlap, two neighbours do. Skip strided views, which span memory between elements.
     here = [(name, p) for name, p in named if p.nbytes and p.is_contiguous() and not p.is_meta]
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):

@@ -1,4 +1,4 @@
-"""The engine of one model: it puts together the parts that apply the four rules, and answers for them."""
+"""The engine of one model: build and connect the parts that apply the four rules."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ from npuzero.shard.step.step_boundary import StepBoundary
 
 
 class Engine:
-    """Train one model under one plan on this rank; some of its units may follow plans of their own.
+    """Train one model under one plan on this rank; single units may have separate plans.
 
     Attributes:
-        plan, world, settings, mesh, spaces: what it was made with.
-        alone: whether this is the only rank, and may do what others would have to join (not in strict mode).
-        units: the root unit first, then the others in the order they are registered.
-        passes: forward and backward, as the hooks tell of them.
-        boundary: which gradients there are at the step boundary.
-        gradients: clipping, norms and the like, as programs ask for them.
+        plan, world, settings, mesh, spaces: the model's plan, its ranks, its settings and memory spaces.
+        alone: whether this is the only rank, so that collectives may run at any time (False in strict mode).
+        units: the root unit first, then the remaining units in registration order.
+        passes: forward and backward passes, driven by the hooks.
+        boundary: the present gradients between backward and the update.
+        gradients: clipping, norms and reads of gradients by the program.
         finite: the watch for inf and NaN.
-        values: unsharded parameters, in and out.
-        restorer: sends updated parameters, and refuses a model whose training state is incomplete.
-        update: the chunks that an optimizer updates one by one, between begin_update and end_update.
-        early: the updates that begin inside backward.
-        far: the states that rest beyond the device.
-        lag: what updates are ahead of the parameters, where the plan delays them.
+        values: reads and writes of unsharded parameters.
+        restorer: R4; it also refuses uses of a model with an incomplete training state.
+        update: the optimizer update, between begin_update and end_update.
+        early: updates that start inside backward.
+        far: offloaded optimizer states.
+        lag: the delayed update, if the plan delays updates.
         meter: bytes held and sent in a step.
-        absence: of all of it from the device, for a while.
+        absence: temporary offload of the entire training state.
 
     Raises:
         ConfigError: the model cannot be sharded, or the ranks disagree on it.
-        StateError: it is sharded already.
+        StateError: the model is sharded already.
     """
 
     @collective_call("zero")
@@ -107,13 +107,13 @@ class Engine:
             self.units, self.restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap
         )
         self.values = FullParameters(self.units, world, self.mesh, gatherer, self.restorer, writes, self.lag)
-        # So far the model is as it was: whatever any rank had against it has been raised on all of them.
+        # Up to here the model is unchanged, and all checks have raised on all ranks.
         reference = EngineReference(self)
         self.values.take_over(
             model, specs, origin, self.spaces, self.far.spread, lambda unit: claim_unit(reference, unit)
         )
         self.meter.settle = self.far.stream.moved
-        self.meter.reset()  # the bytes of the first values are no step's
+        self.meter.reset()  # bytes of the initial values belong to no step
 
         self.early = EarlyUpdate(self._flats, self.update, world.device, overlap and not self.lag)
         reducer = GradientReducer(self.units, self.spaces, settings.overlaps_gradients)
@@ -157,23 +157,23 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Return the device where this rank computes; parts of the training state may rest elsewhere."""
+        """Return this rank's compute device; parts of the training state may be offloaded from it."""
         return self.world.device
 
     def flats(self) -> list[FlatParameter]:
-        """Return the trainable flats, in order."""
+        """Return the trainable flat parameters, in order."""
         return self._flats
 
     def place(self, parameter: nn.Parameter) -> tuple[FlatParameter, int] | None:
-        """Return the flat and slot of a parameter of this model; None for a frozen one."""
+        """Return the flat parameter and slot of a parameter of this model; None if it is frozen."""
         return self._places.get(id(parameter))
 
     def _show(self, watch: NanOriginWatcher | None) -> None:
         self._hooks.watch_finite(watch)
 
     def register_forward_method(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
-        """Treat ``module``'s method ``name``, which is ``plain``, as its forward: unsharded inside."""
-        # Gather no more than the method may read: units around the module, or in it, that shard parameters of its own.
+        """Unshard parameters during ``module``'s method ``name`` (function ``plain``), as during its forward."""
+        # Unshard only units that the method may read: around the module, or in it, and with parameters of the module.
         own = {id(parameter) for parameter in module.parameters()}
         around = []
         for unit in self.units:
@@ -184,17 +184,17 @@ class Engine:
         self._hooks.watch_method(around, module, name, plain)
 
     def report(self) -> Report:
-        """Return what the last step held and sent; while the training state is absent, what is held now."""
+        """Return the bytes held and sent in the last step; during ``offloaded()``, the bytes held now."""
         return self.meter.now({TO_HOST: self.absence.nbytes}) if self.absence.away else self.meter.report()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def step(self, worker: object) -> Iterator[None]:
-        """Run a step of ``worker`` inside. Where it raises, it is undone, or every later use of the model is refused.
+        """Run a step of ``worker`` inside. If it raises, it is undone, or every later use of the model is refused.
 
         Raises:
-            NpuZeroError: the update that has begun inside backward has failed, or is another's.
+            NpuZeroError: the update that has begun inside backward has failed, or belongs to another optimizer.
         """
         with self.early.step_begins(worker):
             try:
@@ -205,14 +205,14 @@ class Engine:
                 raise
 
     def begin_update(self, members: frozenset[int]) -> bool:
-        """Prepare for an optimizer that writes masters and parameters; False if there is nothing to do. Collective.
+        """Prepare for the update of an optimizer; return False if there are no gradients. Collective.
 
         Args:
-            members: ids of the optimizer's parameters of this model.
+            members: ids of the optimizer's parameters in this model.
         """
         with self.update.before_step(members):
             self.values.bring_home(thoroughly=True)
-            if self.boundary.agreed:  # else finish() looks
+            if self.boundary.agreed:  # else finish() checks for writes
                 self.values.look_at_whole()
             some = self.boundary.finish()
         if some:
@@ -225,7 +225,7 @@ class Engine:
 
     @collective_call("apply_pending")
     def apply_pending(self) -> None:
-        """Let the parameters be what the last update makes of them, where that is left to the next step. Collective."""
+        """Apply the pending delayed update to the parameters, if there is one. Collective."""
         self.values.settle()
         self._apply_pending()
 
@@ -243,21 +243,21 @@ class Engine:
         self.boundary.step_ends(members)
 
     def zero_gradients(self, members: Iterable[int]) -> None:
-        """Let gradients be zeros, by ids of their parameters, also those that other ranks alone have brought."""
+        """Mark gradients as zero, by ids of their parameters, including gradients that only other ranks have."""
         for flat, i in (self._places[key] for key in members):
             flat.gradient.zeroed.add(i)
 
     def forget_gradients(self, lend: bool) -> None:
-        """Drop the gradients, as zero_grad() asks.
+        """Drop the gradients, for zero_grad().
 
         Args:
-            lend: let the memory that gradients took be used for other things until the next ones come.
+            lend: release the gradients' memory until the next backward pass.
         """
         self.passes.forget_backward()
         if not in_backward():
             self._hooks.forget_backward()
         self.update.proceed()
-        # Who watches may yet ask where it stopped being finite; what is away has no memory to lend.
+        # A NaN watcher may still read the gradients; offloaded gradients have no memory to release.
         if lend and self.finite.watching is None and not self.absence.away:
             self.boundary.lend_memory()
 

@@ -19,7 +19,7 @@ def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a model made by :func:`npuzero.zero`.
 
     Raises:
-        StateError: there is none.
+        StateError: the model has no engine.
     """
     engine = getattr(model, "_npuzero", None)
     if engine is None:
@@ -28,11 +28,11 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 class GradientTargets(NamedTuple):
-    """Hold what a call about gradients was given.
+    """Hold the targets of a call on gradients.
 
     Attributes:
-        engines: by engine the parameters of its model; None: all of them.
-        plain: tensors that no engine owns.
+        engines: by engine, the given parameters of its model; None: all of them.
+        plain: tensors that belong to no engine.
     """
 
     engines: dict[Engine, Sequence[nn.Parameter] | None]
@@ -42,15 +42,16 @@ class GradientTargets(NamedTuple):
 def find_gradient_targets(
     subject: str, model: nn.Module | Iterable[nn.Parameter], *, plain: bool = True, models: int | None = None
 ) -> GradientTargets:
-    """Return what ``subject`` was given: a model made by :func:`npuzero.zero`, or parameters of one or more of them.
+    """Return the targets of ``subject``: a model made by :func:`npuzero.zero`, or parameters of one or more models.
 
     Args:
-        plain: whether it takes tensors that no sharded model has, beside others.
-        models: of how many models it takes parameters; None: of any number.
+        plain: whether it also accepts tensors that belong to no sharded model.
+        models: maximum number of models with given parameters; None: any number.
 
     Raises:
-        StateError: nothing of a sharded model is among it, or more than ``subject`` takes.
+        StateError: no parameter of a sharded model is given, or more than ``subject`` accepts.
     """
+    # The model first: an nn.Module is never taken as an iterable of parameters, even if it is one (nn.ParameterList).
     engine = getattr(model, "_npuzero", None)
     if engine is not None:
         return GradientTargets({engine: None}, [])
@@ -78,10 +79,10 @@ def find_gradient_targets(
 
 
 def engine_behind(parameter: Tensor) -> Engine | None:
-    """Return the engine whose model owns ``parameter``; None for a plain one.
+    """Return the engine of the model that owns ``parameter``; None for a plain parameter.
 
     Raises:
-        StateError: that model is gone.
+        StateError: the model has been deleted.
     """
     reference = parameter.__dict__.get("_npuzero_engine")
     if reference is None:
@@ -93,12 +94,12 @@ def engine_behind(parameter: Tensor) -> Engine | None:
 
 
 def split_by_engine(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Parameter]]:
-    """Return the engines whose models own ``parameters``, each once, in order; and the plain parameters among them.
+    """Return the engines of ``parameters``, each once, in order, and the plain parameters among them.
 
     Raises:
-        StateError: one of those models is gone.
+        StateError: a model has been deleted.
     """
-    # Several times a step, so one parameter must cost next to nothing: an engine's own share one reference to it.
+    # Called several times a step, so it must be fast: parameters of an engine share one reference object.
     seen: dict[int, nn.Parameter] = {}
     plain = []
     for parameter in parameters:
@@ -111,7 +112,7 @@ def split_by_engine(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], l
 
 
 def not_sharded_error(model: nn.Module) -> StateError:
-    """Return the error for a plain module where a sharded one is needed."""
+    """Return the error for a plain module in place of a sharded one."""
     plain = "a part of one" if _has_sharded_parameter(model) else "a plain module"
     return StateError(
         type(model).__name__,

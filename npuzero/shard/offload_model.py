@@ -1,7 +1,7 @@
-"""The absence of a model's training state from its device, while something else has the device's memory.
+"""Offload a model's entire training state to the host, while the program uses the device's memory otherwise.
 
-Nothing of it is anywhere but in its copies on the host meanwhile; parameters are closed to reading, and what would use
-any of it raises a StateError. Storages stay, so parameters are views of their flats as ever when it is back.
+While it is offloaded, its only copy is on the host, parameters cannot be read, and any use of it raises a StateError.
+Storage objects stay, so parameters are still views of their flat buffers afterwards.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from npuzero.shard.step.optimizer_update import OptimizerUpdate
 
 @contextlib.contextmanager
 def offloaded(model: nn.Module) -> Iterator[None]:
-    """Have the model's training state in the host's memory inside the block, and none of it in the device's.
+    """Move the model's entire training state to the host inside the block, and free its device memory.
 
-    For a program that needs the device for something else meanwhile, such as generation between two updates of a
-    policy. All of it goes: parameters, gradients that are there, near states of every optimizer, pools, and the buffers
-    of its modules, which can be used on the host inside. torch's allocator gives the memory back, too. At the end of
-    the block all is back, to the bit. Enter it on every rank, between passes: it waits for what is under way, such as
-    the end of an update, and sends nothing itself. Inside a block for the same model it does nothing.
+    For a program that needs the device for other work, such as generation between two updates of a policy. It offloads
+    parameters, present gradients, near states of every optimizer, pools, and module buffers, which can be used on the
+    host inside the block. torch's allocator also returns the memory. At the end of the block everything is restored,
+    bit by bit. Enter it on every rank, between passes: it waits for running work, such as the end of an update, and
+    sends nothing itself. Nested in a block for the same model it does nothing.
 
-    Inside, a pass, ``step()`` or a look at parameters, gradients or states is a StateError; :func:`report` tells what
-    is held. Parameters stay the same objects, and views of the same storages, whose addresses may be others afterwards:
-    capture graphs anew. What a program has taken views of is not to be touched inside.
+    Inside, a pass, ``step()`` or a read of parameters, gradients or optimizer states is a StateError; :func:`report`
+    returns the bytes held. Parameters stay the same objects and views of the same storages, but their addresses may
+    change: capture graphs again afterwards. Do not use earlier views of parameters inside the block.
 
     Raises:
         StateError: the model is not sharded, or its parameters are in use, in a pass or within :func:`gathered`.
-        OutOfSpace: at the beginning: the host has no room, and nothing has moved. At the end: the device has none, and
-            the model stays offloaded; ``with npuzero.offloaded(model): pass`` tries again, once there is.
+        OutOfSpace: on entry: the host has too little memory; nothing has moved. On exit: the device has too little, and
+            the model stays offloaded; retry later by ``with npuzero.offloaded(model): pass``.
 
     Example::
 
@@ -56,7 +56,7 @@ def offloaded(model: nn.Module) -> Iterator[None]:
     engine = engine_of(model)
     engine.absence.begin()
     absence_of = weakref.ref(engine.absence)
-    del engine, model  # which may go before the block ends, and all memory with it
+    del engine, model  # the program may delete the model inside the block, which frees all its memory
     try:
         yield
     finally:
@@ -66,14 +66,14 @@ def offloaded(model: nn.Module) -> Iterator[None]:
 
 
 class TensorHolder(Protocol):
-    """Name who keeps tensors for a model that none of its spaces has made."""
+    """Hold tensors of a model that are not allocated by its memory spaces."""
 
     def tensors_of(self, flats: Iterable[FlatParameter]) -> Iterable[Tensor]:
-        """Return them."""
+        """Return the tensors that belong to ``flats``."""
 
 
 class _OffloadedBuffer(NamedTuple):
-    """Say that a module has ``host`` for its buffer ``name``, which is ``own``."""
+    """Record that a module's buffer ``name``, the tensor ``own``, is replaced by ``host``."""
 
     module: nn.Module
     name: str
@@ -82,12 +82,12 @@ class _OffloadedBuffer(NamedTuple):
 
 
 class ModelOffload:
-    """Take the training state of one model out of its device's memory, and bring it back.
+    """Move the training state of one model from the device to the host, and back.
 
     Attributes:
-        away: whether it is out.
-        times: how often it has come back; then its memory may lie elsewhere.
-        beside: who keeps more of it.
+        away: whether it is offloaded.
+        times: number of times it has been restored; each may change addresses.
+        beside: further holders of its tensors.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class ModelOffload:
 
     @collective_call("offloaded")
     def begin(self) -> None:
-        """Bring it to the host, once all that is under way has ended; do nothing where it is there already.
+        """Move the training state to the host after all running work has ended; do nothing if it is there already.
 
         Raises:
             StateError: parameters are in use.
-            OutOfSpace: the host has no room for it; nothing has moved.
+            OutOfSpace: the host has too little memory; nothing has moved.
         """
         if not self.away:
             self._check_idle()
@@ -133,17 +133,17 @@ class ModelOffload:
 
     @collective_call("offloaded")
     def end(self) -> None:
-        """Bring it back, where whoever began first ends.
+        """Move the training state back, at the end of the outermost block.
 
         Raises:
-            OutOfSpace: the device has no room for all of it; what has not come back is on the host still.
+            OutOfSpace: the device has too little memory; the rest stays on the host.
         """
         self._depth -= 1
         if self._depth:
             return
         self._evacuation.come_back()
         for module, name, own, host in self._swapped:
-            if module._buffers.get(name) is host:  # else the program has put another there
+            if module._buffers.get(name) is host:  # else the program has replaced it
                 module._buffers[name] = own
         self._swapped = []
         self._restorer.refusal = None
@@ -155,7 +155,7 @@ class ModelOffload:
 
     @property
     def nbytes(self) -> int:
-        """Return how much is out."""
+        """Return the number of offloaded bytes."""
         return self._evacuation.nbytes
 
     def _check_idle(self) -> None:
@@ -187,7 +187,7 @@ class ModelOffload:
         self._swap(buffers, {block.raw.untyped_storage()._cdata: c for block, c in zip(blocks, copies, strict=True)})
 
     def _buffers(self) -> Iterable[tuple[nn.Module, str, Tensor]]:
-        """Yield the buffers of the model's modules that lie on the device."""
+        """Yield the buffers of the model's modules on the device."""
         model = self._units[0].module()
         for module in model.modules() if model is not None else ():
             for name, buffer in module._buffers.items():
@@ -195,7 +195,7 @@ class ModelOffload:
                     yield module, name, buffer
 
     def _swap(self, buffers: Iterable[tuple[nn.Module, str, Tensor]], copies: dict[int, Tensor]) -> None:
-        """Let modules have their buffers on the host meanwhile, where programs may read and write them."""
+        """Replace the modules' buffers by copies on the host, which programs may read and write."""
         for module, name, own in buffers:
             copy = copies.get(own.untyped_storage()._cdata)
             if copy is not None:

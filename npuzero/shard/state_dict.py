@@ -1,4 +1,4 @@
-"""A sharded model's state dict: unsharded tensors by name, out of it and into it, and torch's own way in."""
+"""State dict of a sharded model: save and load unsharded tensors by name, and torch's ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from npuzero.shard.state.extra_state import is_extra_state, load_extra_state
 
 @contextlib.contextmanager
 def override_state_dict(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Have ``state_dict()`` of any module in a sharded ``model`` take what ``state`` has from it, inside.
+    """Make ``state_dict()`` of all modules in a sharded ``model`` return the values of ``state``, inside.
 
-    For libraries that are handed the gathered state, and ask a module for its own beside it.
+    For libraries that receive the gathered state and also call ``state_dict()`` of a module.
     """
     parameters = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in state}
     for name, parameter in parameters.items():
@@ -42,7 +42,7 @@ def override_state_dict(model: nn.Module, state: Mapping[str, Any]) -> Iterator[
 
 
 def attach_engine(engine: Engine, model: nn.Module) -> None:
-    """Make ``engine`` the model's; refuse torch's own ``load_state_dict``, or let masters follow it."""
+    """Set ``engine`` on the model; refuse torch's ``load_state_dict``, or update masters after it."""
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
@@ -55,12 +55,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     At most one unit is gathered at a time.
 
     Returns:
-        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
-        what else modules give as their extra state; ``{}`` elsewhere. Of a pipeline those of all stages, which send
-        them one at a time.
+        On rank 0 (on all ranks if ``rank0_only`` is False) the tensors, with one copy per tied tensor, and the modules'
+        extra states; ``{}`` elsewhere. For a pipeline, those of all stages, which send them one at a time.
 
     Raises:
-        StateError: on every rank: tensor ranks hold different values of a parameter that they should hold alike.
+        StateError: on every rank: tensor ranks hold different values of a replicated parameter.
 
     Example::
 
@@ -75,7 +74,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     stages = [(here.names, here.members)]
     if line.many:
         stages = _exchange_contents(engine, line, here)
-    found: dict[str, dict[int, Any]] = {}  # of each name its value, or its tiles by number
+    found: dict[str, dict[int, Any]] = {}  # by name: the value as {0: value}, or its tiles by index
     seen: set[str] = set()
     for stage, (names, members) in enumerate(stages):
         fresh = [member for member in members if seen.isdisjoint(member.names)]
@@ -84,7 +83,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         ):
             for name in member.names:
                 found.setdefault(name, {})[member.tile] = value
-        for member in members if line.takes else ():  # names that only this stage has for what an earlier one has, too
+        for member in members if line.takes else ():  # further names, in this stage, of tensors in earlier ones
             value = next(found[name] for name in member.names if name in found)
             found.update((name, value) for name in member.names)
         seen.update(names)
@@ -95,12 +94,12 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
 
 class _StateMember(NamedTuple):
-    """Describe what is moved at once: a tensor of the state dict, a tile of one, or a module's extra state.
+    """Describe one transferred item: a tensor of the state dict, a tile of one, or a module's extra state.
 
     Attributes:
-        names: in the state dict; several of a tied tensor.
-        dtype: as torch names it; empty: it is no tensor.
-        tile: which of the tensor's tiles it is.
+        names: its names in the state dict; several for a tied tensor.
+        dtype: torch's name of the dtype; empty: not a tensor.
+        tile: index of the tile in its tensor.
     """
 
     names: tuple[str, ...]
@@ -111,12 +110,12 @@ class _StateMember(NamedTuple):
 
 @dataclass(frozen=True)
 class _StageContents:
-    """Hold what a stage has of the state dict.
+    """Hold a stage's part of the state dict.
 
     Attributes:
-        names: in the order of its state dict.
-        parameters: by ``id``, in the order in which units are gathered.
-        others: with their values.
+        names: in state dict order.
+        parameters: by ``id``, in the order of all-gathers.
+        others: buffers and extra states, with their values.
     """
 
     names: list[str]
@@ -164,7 +163,7 @@ def _dtype_name(tensor: Tensor) -> str:
 def _exchange_contents(
     engine: Engine, line: StageRelay, here: _StageContents
 ) -> list[tuple[list[str], list[_StateMember]]]:
-    """Return the names and members that each stage has. Collective."""
+    """Return the names and members of each stage. Collective."""
     problem: Exception | None = None
     try:
         engine.values.check_here()
@@ -182,10 +181,12 @@ def _exchange_contents(
 def _give_members(
     engine: Engine, line: StageRelay, here: _StageContents, fresh: Sequence[_StateMember]
 ) -> Iterator[tuple[_StateMember, Any]]:
-    """Yield what of this stage is ``fresh``, where it is taken, and give it to other stages. Collective.
+    """Send this stage's members in ``fresh`` to other stages, and yield them on ranks that keep them. Collective.
 
     At most one unit is gathered at a time.
     """
+    # Every rank of the stage gathers each unit, since gathering is collective, but only ranks that send or keep values
+    # copy them. A parameter that is cut over tensor ranks is gathered by all of these.
     wanted, chosen = line.takes or line.gives, set(fresh)
     for unit in engine.units:
         with engine.values.whole(unit):
@@ -215,7 +216,7 @@ def _give_object(line: StageRelay, value: Any) -> None:
 
 
 def _take_members(line: StageRelay, stage: int, fresh: Sequence[_StateMember]) -> Iterator[tuple[_StateMember, Any]]:
-    """Yield what another stage gives, where it is taken."""
+    """Receive the members in ``fresh`` from another stage and yield them, on ranks that keep them."""
     for member in fresh if line.takes else ():
         if member.dtype:
             yield member, line.take(stage, getattr(torch, member.dtype), member.shape)
@@ -225,7 +226,7 @@ def _take_members(line: StageRelay, stage: int, fresh: Sequence[_StateMember]) -
 
 
 def _unsharded_copy(engine: Engine, parameter: Tensor) -> Tensor:
-    """Return a copy on the CPU of a parameter that is unsharded; collective where it is cut."""
+    """Return a CPU copy of an unsharded parameter; collective if it is cut over tensor ranks."""
     portion = get_portion(parameter)
     if portion is None:
         return parameter.detach().to("cpu", copy=True)
@@ -240,17 +241,17 @@ def _join_tiles(tiles: Mapping[int, Any]) -> Any:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
-    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
-    Over the stages of a pipeline the names are those of all stages.
+    Collective: every rank passes the same names; the values matter on rank 0. Each rank loads its own extra states.
+    For a pipeline the names are those of all stages.
 
     Args:
         model: made by :func:`npuzero.zero`.
         state: unsharded tensors by name.
-        strict: whether the names must be those of ``model.state_dict()``. If False, as for torch's ``load_state_dict``,
-            what ``state`` lacks stays as it is, and names that the model lacks are ignored.
+        strict: whether the names must equal those of ``model.state_dict()``. If False, as for torch's
+            ``load_state_dict``, tensors missing in ``state`` are unchanged, and names that the model lacks are ignored.
 
     Raises:
-        CheckpointError: names or shapes that do not fit the model, or other names on another rank.
+        CheckpointError: names or shapes do not fit the model, or names differ between ranks.
 
     Example::
 
@@ -273,7 +274,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         named = {name: tensor for name, tensor in named.items() if name in shapes}
     problem = _load_mismatch_error(shapes, state)
     kinds = None if problem or not line.many else {n: _dtype_name(v) for n, v in state.items() if isinstance(v, Tensor)}
-    # Before anything is written: a rank that raised alone would leave the others waiting, with half of the values.
+    # Before anything is written: if one rank raised alone, the rest would wait, with half of the values loaded.
     names = None if strict else sorted(shapes)
     said = engine.mesh.world.exchange([problem and str(problem), kinds if engine.mesh.world.rank == 0 else None, names])
     if problem is not None:
@@ -296,7 +297,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         tiles = tensor.by_tile(state[name]) if isinstance(tensor, TiledTensor) else [(tensor, state[name])]
         values.update((id(tile), value) for tile, value in tiles)
     if not strict:
-        engine.apply_pending()  # what stays as it is keeps its update
+        engine.apply_pending()  # tensors that are not loaded keep their pending update
     engine.values.load(values)
     buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra_state(n))}
     with torch.no_grad():
@@ -313,7 +314,7 @@ def _receive_from_rank0(
     state: Mapping[str, Any],
     dtypes: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Return rank 0's values of the tensors of this stage, on its first rank; those of the first stage are there."""
+    """Return rank 0's values of this stage's tensors, on its first rank; {} in the first stage, which has them."""
     if line.stage > 0:
         mine = stages[line.stage].items()
         return {name: line.take(0, getattr(torch, dtypes[name]), s) for name, s in mine if s is not None}
@@ -324,7 +325,7 @@ def _receive_from_rank0(
 
 
 def _load_mismatch_error(shapes: Mapping[str, Sequence[int] | None], state: object) -> CheckpointError | None:
-    """Return why ``state`` cannot be loaded into tensors of these shapes (None: no tensor); None if it can."""
+    """Return the error if ``state`` does not fit tensors of these shapes (None: not a tensor); None if it fits."""
     do = "Load a state of the same model, as npuzero.full_state_dict gives it."
     if not isinstance(state, Mapping):
         return CheckpointError(
@@ -354,7 +355,7 @@ def _load_mismatch_error(shapes: Mapping[str, Sequence[int] | None], state: obje
 
 
 def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
-    """Refuse torch's load_state_dict for sharded parameters: it copies into unsharded ones, or assigns others.
+    """Refuse torch's load_state_dict for sharded parameters: it copies into unsharded parameters, or replaces them.
 
     Raises:
         StateError: the model's parameters are sharded, or ``assign=True``.
@@ -377,5 +378,5 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
 
 
 def _refresh_masters(model: nn.Module, _: object) -> None:
-    """Update masters from the unsharded parameters, into which torch's load_state_dict has copied."""
+    """Update masters from the unsharded parameters after torch's load_state_dict has written them."""
     engine_of(model).values.refresh_masters()
