@@ -1,4 +1,4 @@
-"""Whether a model fits, which plan trains it fastest and why; and where nothing fits, what would."""
+"""Advice: whether a model fits, which plan trains it fastest and why; and if nothing fits, which changes would help."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from npuzero.shard.build import get_unit_parameters, nested_unit_spans
 from npuzero.shard.layout.find_units import discover_units
 
 _GIB = 2**30
-#: Reasons name so many plans.
+#: Largest number of plans named in a reason.
 _NAMED = 4
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Answer a job: whether it fits, the fastest run, why, and the alternatives. ``str(advice)`` says it in words.
+    """Hold the answer for a job: whether it fits, the fastest run, reasons and alternatives. ``str(advice)`` is text.
 
     Attributes:
-        job: what was asked.
-        choices: among which ways to train it was searched.
-        found: what fits, the fastest first, and what does not.
-        ways_out: where nothing fits, what would, by one change each (two, where no single one does).
+        job: the job.
+        choices: options that the search chose from.
+        found: the runs that fit, the fastest first, and those that do not.
+        ways_out: if nothing fits, changes that would help: single ones, or pairs if no single one does.
         reasons: sentences.
     """
 
@@ -55,7 +55,7 @@ class Advice:
         """Return the fastest run that fits.
 
         Raises:
-            ConfigError: none does; it names what would.
+            ConfigError: no run fits; the error names changes that would help.
         """
         if not self.fits:
             ways = "; ".join(way.what for way in self.ways_out)
@@ -69,7 +69,7 @@ class Advice:
 
     @property
     def others(self) -> tuple[Estimate, ...]:
-        """Return the other runs that fit, one of each plan with and without recomputation, the fastest first."""
+        """Return the remaining runs that fit, one per plan with and without recomputation, the fastest first."""
         return self.found.fitting[1:]
 
     @property
@@ -84,7 +84,7 @@ class Advice:
 
 
 def format_estimate(estimate: Estimate) -> str:
-    """Return a run in words: its plan, batch and memory, how fast it is and what bounds it."""
+    """Return a run as text: its plan, batch, memory, speed and bound."""
     run, device = estimate.run, Memory.DEVICE.value
     limit = estimate.job.cluster.device.memory_bytes
     words = [
@@ -117,30 +117,30 @@ def advise(
     axes: bool = False,
     choices: Choices | None = None,
 ) -> Advice:
-    """Tell how to train ``model`` on ``cluster``: whether it fits, the fastest plan and batch, and what bounds it.
+    """Find the fastest plan and batch to train ``model`` on ``cluster``, whether they fit, and the bottleneck.
 
-    Nothing runs: memory is :func:`npuzero.predict`'s, with the activations that the model keeps on meta; time is a
-    clock's, that goes through the schedule of a step with the cluster's rates.
+    Nothing is executed. Memory is that of :func:`npuzero.predict` plus the activations of a pass on the meta device;
+    time comes from a simulation of the step's schedule with the cluster's rates.
 
     Args:
-        model: a module, on any device or on meta; or the ``config.json`` of a transformers model, as its values or its
+        model: a module, on any device or on meta; or the ``config.json`` of a transformers model, as a mapping or a
             file; or a shape of :mod:`npuzero.planner.models`.
         cluster: a :class:`npuzero.planner.Cluster`; or a number and a name such as ``"8x910b-64g"``; or the JSON file
             that ``npuzero bench cluster`` writes.
         seq: tokens of a sequence.
-        tokens_per_step: of all ranks together; micro-batches follow from it. None: one micro-batch a rank, as large as
-            fits.
+        tokens_per_step: tokens of all ranks together, from which the number of micro-batches follows. None: one
+            micro-batch per rank, as large as fits.
         precision: as for :func:`npuzero.zero`; None: ``"bf16"``.
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
-        clip: whether the gradient norm is taken.
-        axes: whether to look along tensor, sequence and pipeline ranks, too; the model then takes more than
+        clip: whether the gradient norm is computed.
+        axes: whether to also try tensor, sequence and pipeline ranks; the program then needs more than
             :func:`npuzero.zero`: see :meth:`npuzero.planner.timing.estimate.Estimate.axes`.
-        choices: among which presets, groups of ranks, offloads, sizes of axes and so on; None: all that keep the whole
-            state on the devices and round nothing.
+        choices: presets, group sizes, offloads, axis sizes and so on to choose from; None: all presets that keep the
+            state on the devices and do not quantize communication.
 
     Raises:
-        ConfigError: a model, cluster, precision or size that there is not, or that do not go together.
-        StateError: the model is sharded already.
+        ConfigError: an unknown model, cluster, precision or size, or a combination that is not possible.
+        StateError: the model is already sharded.
 
     Example::
 
@@ -163,9 +163,7 @@ def advise_on(
     every: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> Advice:
-    """Answer as :func:`advise` does, of a job that is made already; ``every``, ``tell``: as for
-    :func:`npuzero.planner.search.search_runs`.
-    """
+    """Return the advice for an existing job; ``every``, ``tell``: as for :func:`npuzero.planner.search.search_runs`."""
     choices = Choices() if choices is None else choices
     found = search_runs(job, choices, every, tell)
     advice = Advice(job, choices, found)
@@ -176,7 +174,7 @@ def advise_on(
     return replace(advice, reasons=tuple(_explain_nearest(advice)))
 
 
-# -- what was asked ----------------------------------------------------------------------------------------------------
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 
 def _get_model_shape(model: object) -> ModelShape:
@@ -197,10 +195,10 @@ def _get_model_shape(model: object) -> ModelShape:
 
 
 def build_model_shape(model: nn.Module) -> ModelShape:
-    """Return the shapes of a live module's units, and a copy of it on meta; none of its data is copied.
+    """Return the shapes of a module's units, with a copy of it on meta; no data is copied.
 
     Raises:
-        StateError: the model is sharded already.
+        StateError: the model is already sharded.
     """
     if any(getattr(parameter, "_npuzero_engine", None) is not None for parameter in model.parameters()):
         raise StateError(
@@ -215,7 +213,7 @@ def build_model_shape(model: nn.Module) -> ModelShape:
 
 
 def _copy_to_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose parameters and buffers are on meta."""
+    """Return a copy of ``model`` with its parameters and buffers on meta."""
     there: dict[int, Any] = {}
     for parameter in model.parameters():
         there[id(parameter)] = made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -241,7 +239,7 @@ def check_sequence_length(seq: object) -> int:
     """Return the tokens of a sequence.
 
     Raises:
-        ConfigError: none are given, or no such number.
+        ConfigError: the value is missing or not a positive integer.
     """
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
         raise ConfigError(
@@ -258,11 +256,11 @@ def _with_precision(choices: Choices | None, precision: Any) -> Choices:
     return chosen if precision is None else replace(chosen, precisions=(precision,))
 
 
-# -- why ---------------------------------------------------------------------------------------------------------------
+# -- reasons -----------------------------------------------------------------------------------------------------------
 
 
 def _explain_best(advice: Advice) -> Iterator[str]:
-    """Yield why the best run is the best."""
+    """Yield reasons why the best run is the best."""
     best, found = advice.best, advice.found
     assert best.timeline is not None
     busy = ", ".join(f"{lane} {part:.0%}" for lane, part in _busy_shares(best) if part >= 0.005)
@@ -276,6 +274,7 @@ def _explain_best(advice: Advice) -> Iterator[str]:
     elif best.run.recompute:
         why = "without it nothing fits" if all(e.run.recompute for e in found.fitting) else "it lets more fit at once"
         yield f"Blocks compute their forward again in backward: {why}."
+    # Compare like with like: where runs without recomputation were tried, name the plans that do not fit without it.
     misfits = [each for each in found.misfits if each.run.recompute == min(advice.choices.recompute)]
     if misfits:
         without = "" if advice.choices.recompute == (True,) else " without recomputation"
@@ -290,7 +289,7 @@ def _explain_best(advice: Advice) -> Iterator[str]:
 
 
 def format_program(estimate: Estimate) -> str:
-    """Return the calls that train as a run with axes beside ZeRO's own does."""
+    """Return the calls of a program that trains with tensor, sequence or pipe ranks."""
     axes, run = estimate.axes(), estimate.run
     named = [f"{key}={value!r}" for key, value in estimate.arguments().items() if isinstance(value, (str, int))]
     mode = "" if estimate.job.model.mode in ("", "mtp") else f", {estimate.job.model.mode!r}"
@@ -306,7 +305,7 @@ def format_program(estimate: Estimate) -> str:
 
 
 def _explain_recomputation(advice: Advice, best: Estimate) -> Iterator[str]:
-    """Yield what the best run would be with recomputation."""
+    """Yield how the best run would perform with recomputation."""
     twin = next((e for e in (*advice.found.fitting, *advice.found.slower) if _differ_by_recompute(e, best)), None)
     if twin is not None:
         timed = twin if twin.timeline else Estimator(twin.job).time(twin)
@@ -320,7 +319,7 @@ def _differ_by_recompute(one: Estimate, other: Estimate) -> bool:
 
 
 def _explain_nearest(advice: Advice) -> Iterator[str]:
-    """Yield how much is missing, and what each way out comes to."""
+    """Yield how much memory is missing, and the result of each change."""
     if advice.found.misfits:
         least = advice.found.misfits[0]
         over = ", ".join(
@@ -335,7 +334,7 @@ def _explain_nearest(advice: Advice) -> Iterator[str]:
 
 
 def _format_misfit(advice: Advice) -> str:
-    """Return what does not fit, and the ways out by name."""
+    """Return the memory that is missing, and the names of the changes that would help."""
     state = state_bytes(advice.job.model, advice.choices.precisions[0])
     least = advice.found.misfits[0]
     held = sum(least.report.held[Memory.DEVICE][part] for part in ("parameters", "gradients", "states"))
@@ -355,7 +354,7 @@ def _busy_shares(estimate: Estimate) -> list[tuple[str, float]]:
 
 
 def _fastest_by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
-    """Return the fastest of each plan."""
+    """Return the fastest estimate of each plan."""
     fastest: dict[str, Estimate] = {}
     for each in estimates:
         fastest.setdefault(plan_name(each), each)
@@ -363,7 +362,7 @@ def _fastest_by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
 
 
 def _format_node_traffic(found: SearchResult) -> str:
-    """Return what plans send between nodes: the best, and others with a node's ranks as their groups."""
+    """Return the traffic between nodes of the best plan, and of further plans with node-sized groups."""
     best, *others = _fastest_by_plan(found.fitting)
     usual = [each for each in others if each.run.plan.local_size is None]
     sent = {plan_name(each): bytes_between_nodes(each) for each in (best, *usual)}
@@ -377,9 +376,7 @@ def bytes_between_nodes(estimate: Estimate) -> int:
 
 
 def plan_name(estimate: Estimate) -> str:
-    """Return what a run's plan is called, with its groups and its precision where these are not the usual ones, and the
-    axes beside ZeRO's own.
-    """
+    """Return the name of a run's plan, with group size and precision if not the default, and any further axes."""
     plan, default = estimate.run.plan, Choices().precisions[0]
     size = f" of {plan.local_size}" if plan.local_size else ""
     names = [name for name, precision in PRECISIONS.items() if precision == plan.precision]
@@ -403,5 +400,5 @@ def _format_gib(nbytes: float) -> str:
 
 
 def _format_three_digits(value: float) -> str:
-    """Return a number to three digits, with thousands apart."""
+    """Return a number with three significant digits and thousands separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

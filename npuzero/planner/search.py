@@ -1,4 +1,4 @@
-"""Which way to train is the fastest of those that fit: memory is looked at first, which is cheap, and then time."""
+"""Search for the fastest way to train that fits: check memory first, which is cheap, then time the runs that fit."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from npuzero.planner.model_work.stages import StagedModel
 from npuzero.planner.models import ModelShape
 from npuzero.planner.timing.estimate import Estimate, Estimator, count_sequence_groups, count_step_tokens
 
-#: The part of a step's tokens that whole micro-batches may be more than was asked for.
+#: Fraction by which full micro-batches may exceed the requested tokens of a step.
 _MORE = 0.1
-#: Sequences of a micro-batch at most.
+#: Largest number of sequences in a micro-batch.
 _LARGEST = 1024
-#: Groups of ranks that are looked at beside those of a node: so many nodes together.
+#: Groups of several nodes that are tried in addition to single nodes: numbers of nodes.
 _NODES = (2, 4)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Say among which ways to train a search chooses.
+    """Hold the options that a search chooses from.
 
     Attributes:
-        presets: names that :meth:`Plan.preset` takes; those that come to the same on these ranks are looked at once.
-        precisions: names of :data:`PRECISIONS`, dtypes, or :class:`Precision`: these say in what is sent, too.
-        offloads: what rests off the device beside each preset, as ``zero(offload=)`` has it; None: nothing.
-        local_sizes: ranks in a group, for presets that shard within groups; None: a node's, and several nodes'.
-        recompute: whether blocks compute their forward again in backward.
-        micro_batches: sequences of a rank in one pass; None: powers of two, as many as fit.
-        tensor, sequence, pipe: ranks along these axes, each beside each other size; (1,): the axis is not used.
-        mode: of :func:`npuzero.parallel.tensor`.
-        settings: of the engine.
-        spare: the part of the device's memory that stays free: for what a prediction of activations misses, and what
-            an allocator loses between tensors.
+        presets: names for :meth:`Plan.preset`; presets that are equivalent on these ranks are tried once.
+        precisions: names of :data:`PRECISIONS`, dtypes, or :class:`Precision`, which also sets communication dtypes.
+        offloads: values of ``zero(offload=)`` to try with each preset; None: no offload.
+        local_sizes: ranks in a group, for presets that shard within groups; None: one node, and several nodes.
+        recompute: whether blocks recompute their forward in backward.
+        micro_batches: sequences per rank in one pass; None: powers of two, as many as fit.
+        tensor, sequence, pipe: ranks along these axes, in all combinations; (1,): the axis is not used.
+        mode: mode of :func:`npuzero.parallel.tensor`.
+        settings: settings of the engine.
+        spare: fraction of device memory that must stay free: for activations that the prediction misses and for
+            fragmentation of the allocator.
     """
 
     presets: tuple[str, ...] = PRESETS
@@ -60,14 +60,14 @@ class Choices:
     spare: float = 0.05
 
 
-#: What tells two plans apart on the same ranks, by :func:`make_equivalence_key`.
+#: Identifies equivalent plans on the same ranks; made by :func:`make_equivalence_key`.
 Key = tuple[object, ...]
 
 
 def make_equivalence_key(plan: Plan, mesh: MeshShape) -> Key:
-    """Return what plans have in common that place a state alike on these ranks, and send alike.
+    """Return a key that is equal for plans with the same placements and the same communication on these ranks.
 
-    Over an axis of one rank nothing is divided, and nothing travels.
+    Axes of one rank are left out: nothing is divided over them, and nothing is sent.
     """
     within = {"after_forward": plan.held_after_forward, "between": plan.held_between}
     placements: tuple[Placement, ...] = tuple(
@@ -81,19 +81,19 @@ def make_equivalence_key(plan: Plan, mesh: MeshShape) -> Key:
 
 
 def choices_over_axes(cluster: Cluster, choices: Choices) -> Choices:
-    """Return the choices with all sizes of the tensor, sequence and pipe axes that are powers of two: layers and
-    sequences are divided within a node, as each layer waits for what travels there; stages over all ranks.
+    """Return the choices with all power-of-two sizes of the tensor, sequence and pipe axes.
+
+    Tensor and sequence ranks stay within a node, since each layer waits for their traffic; stages may use all ranks.
     """
     within, over = ([2**power for power in range(size.bit_length())] for size in (cluster.local, cluster.ranks))
     return replace(choices, tensor=tuple(within), sequence=tuple(within), pipe=tuple(over))
 
 
 def list_mesh_shapes(job: TrainingJob, choices: Choices) -> list[tuple[MeshShape, TrainingJob]]:
-    """Return how the ranks may be arranged along the axes that are chosen among, each with the job whose model is
-    divided so.
+    """Return the possible meshes for the chosen axis sizes, each with the job and its model divided accordingly.
 
     Raises:
-        ConfigError: none is possible; of the first of them, why not.
+        ConfigError: no mesh is possible; the error of the first one.
     """
     found: list[tuple[MeshShape, TrainingJob]] = []
     models: dict[int, ModelShape] = {}
@@ -120,7 +120,7 @@ def list_mesh_shapes(job: TrainingJob, choices: Choices) -> list[tuple[MeshShape
 
 
 def _check_sequence_slices(job: TrainingJob, tensor: int, sequence: int) -> None:
-    """Check that ranks which have slices of sequences have equally long ones."""
+    """Check that all slices of a sequence are equally long."""
     if job.sequence % (tensor * sequence):
         raise ConfigError(
             "seq",
@@ -133,14 +133,15 @@ def _check_sequence_slices(job: TrainingJob, tensor: int, sequence: int) -> None
 def list_plan_placements(
     job: TrainingJob, choices: Choices, mesh: MeshShape | None = None
 ) -> list[tuple[Plan, MeshShape]]:
-    """Return the plans that the engine can follow on the cluster, each with its mesh; of those that come to the same
-    the first.
+    """Return the distinct plans that the engine supports on the cluster, each with its mesh.
+
+    Of equivalent plans only the first is returned.
 
     Args:
-        mesh: how the ranks are arranged; None: those of the cluster, along ZeRO's own axes.
+        mesh: sizes of the axes; None: those of the cluster, with ZeRO's axes only.
 
     Raises:
-        ConfigError: the engine refuses all of them; or a name, a precision or a size that there is not.
+        ConfigError: the engine refuses all plans; or a name, precision or size is unknown.
     """
     found: dict[Key, tuple[Plan, MeshShape]] = {}
     refusal: ConfigError | None = None
@@ -160,10 +161,10 @@ def list_plan_placements(
 
 
 def _iter_preset_plans(choices: Choices, sequenced: bool = False) -> Iterator[Plan]:
-    """Yield each preset in each precision, with each part of it off the device that may be.
+    """Yield each preset in each precision, with each allowed offload.
 
     Args:
-        sequenced: ranks share sequences, for which there are presets of their own.
+        sequenced: whether ranks share sequences; adds the presets for that.
     """
     presets = (*choices.presets, *SEQUENCED * (sequenced and choices.presets == PRESETS))
     for precision in choices.precisions:
@@ -179,7 +180,7 @@ def _iter_preset_plans(choices: Choices, sequenced: bool = False) -> Iterator[Pl
 
 
 def _iter_group_sizes(plan: Plan, mesh: MeshShape, choices: Choices) -> Iterator[int | None]:
-    """Yield the sizes of groups of ranks that make a difference to a plan; None: a node's."""
+    """Yield the group sizes that make a difference to a plan; None: a node."""
     if not any(part.axes == (LOCAL,) for part in plan.parts.values()):
         yield None
     elif choices.local_sizes is not None:
@@ -191,15 +192,15 @@ def _iter_group_sizes(plan: Plan, mesh: MeshShape, choices: Choices) -> Iterator
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Hold what a search found.
+    """Hold the results of a search.
 
     Attributes:
-        fitting: the fastest run of each plan that fits, with and without recomputation, the fastest first.
-        slower: runs that fit and were not timed, for what they compute alone takes longer than the fastest; along axes
-            beside ZeRO's own such are not looked at.
-        misfits: of each plan that does not fit, the run that takes least; least first. Where any run fits, those along
-            ZeRO's own axes.
-        looked, timed: of how many runs it was asked whether they fit, and how many were timed.
+        fitting: the fastest run of each plan that fits, with and without recomputation; the fastest first.
+        slower: runs that fit but were not timed, since their compute alone takes longer than the fastest run. Runs
+            with tensor, sequence or pipe ranks are not listed here.
+        misfits: for each plan that does not fit, its run with the least memory; least first. If any run fits, only
+            plans without tensor, sequence and pipe ranks.
+        looked, timed: number of runs checked for memory, and number of runs timed.
     """
 
     fitting: tuple[Estimate, ...]
@@ -215,16 +216,16 @@ def search_runs(
     every: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Return what fits, the fastest first, and what does not.
+    """Return the runs that fit, the fastest first, and those that do not.
 
     Args:
-        job: what is to be trained, where.
-        choices: among which ways.
-        every: time also what cannot be the fastest.
-        tell: called with how many of how many plans have been looked at.
+        job: model, cluster and batch.
+        choices: options to choose from.
+        every: also time runs that cannot be the fastest.
+        tell: progress callback, called with the plans done and the plans in total.
 
     Raises:
-        ConfigError: names or sizes that there are not; or fewer tokens of a step than one sequence for each rank.
+        ConfigError: unknown names or sizes; or a step with fewer tokens than one sequence per rank.
     """
     choices = Choices() if choices is None else choices
     looking = _RunSearch(choices, every)
@@ -236,8 +237,8 @@ def search_runs(
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector of cycles from running: what a search makes has none, and each of the collector's runs
-    through all of torch's objects takes as long as some ten plans.
+    """Disable Python's cyclic garbage collector: a search makes no cycles, and one collection over all of torch's
+    objects takes as long as about ten plans.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -249,8 +250,9 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 
 class _RunSearch:
-    """Look at ways to train, those that might be fastest first: what cannot be is not timed, and what cannot be along
-    further axes is not looked at.
+    """Try runs in order of their lower bound of time.
+
+    Runs that cannot be the fastest are not timed; with tensor, sequence or pipe ranks they are not even checked.
     """
 
     def __init__(self, choices: Choices, every: bool) -> None:
@@ -260,7 +262,7 @@ class _RunSearch:
         self._ways: list[_PlanRuns] = []
 
     def add(self, mesh: MeshShape, job: TrainingJob) -> None:
-        """Take all plans that the ranks of a mesh can follow, without and with recomputation."""
+        """Add all plans for a mesh, without and with recomputation."""
         estimator = self._estimators.setdefault(job.model, Estimator(job))
         sizes = list_micro_batches(job, mesh, self._choices.micro_batches)
         for plan, placed, recompute in _iter_plan_variants(job, self._choices, mesh):
@@ -269,7 +271,7 @@ class _RunSearch:
             self._ways.append(_PlanRuns(estimator, runs, least))
 
     def found(self, tell: Callable[[int, int], None]) -> SearchResult:
-        """Return what fits and what does not, once all of it was looked at."""
+        """Check and time all added plans, and return the result."""
         fitting: dict[int, Estimate] = {}
         slower: list[Estimate] = []
         misfits: list[tuple[float, bool, Estimate]] = []
@@ -289,7 +291,7 @@ class _RunSearch:
             else:
                 fitting[i] = _find_fastest_run(fits, way.estimator)
                 best = min(best, _seconds_a_token(fitting[i]))
-        # Of equally fast ones the first of the table comes first.
+        # Stable sort in the order of addition: of equally fast runs the first preset of the table wins.
         fastest = sorted((fitting[i] for i in sorted(fitting)), key=_seconds_a_token)
         misfits.sort(key=lambda each: each[0])
         told = tuple(each for _, divided, each in misfits if not (divided and fastest))
@@ -302,7 +304,7 @@ class _PlanRuns:
     """Hold the runs of a plan by size of their micro-batches, ascending.
 
     Attributes:
-        least: seconds for a token that each of them takes at least.
+        least: lower bound of the seconds per token of all these runs.
     """
 
     estimator: Estimator
@@ -311,16 +313,16 @@ class _PlanRuns:
 
     @property
     def divided(self) -> bool:
-        """Tell whether there are axes beside ZeRO's own."""
+        """Tell whether there are tensor, sequence or pipe ranks."""
         mesh = self.runs[0].mesh
         return mesh.tensor * mesh.sequence * mesh.pipe > 1
 
     def that_fit(self, spare: float) -> tuple[list[Estimate], Estimate]:
-        """Return the runs that fit, and the one that takes least."""
+        """Return the runs that fit, and the run with the least memory."""
         fits: list[Estimate] = []
         for run in self.runs:
             each = self.estimator.as_trained(self.estimator.estimate(run), spare)
-            if not self.estimator.fits(each, spare):  # and nor does a larger one
+            if not self.estimator.fits(each, spare):  # larger micro-batches do not fit either
                 return fits, each
             fits.append(each)
         return fits, fits[0]
@@ -331,14 +333,14 @@ def _seconds_a_token(estimate: Estimate) -> float:
 
 
 def _iter_plan_variants(job: TrainingJob, choices: Choices, mesh: MeshShape) -> Iterator[tuple[Plan, MeshShape, bool]]:
-    """Yield each plan that the ranks of a mesh can follow, without and with recomputation."""
+    """Yield each plan for a mesh, without and with recomputation."""
     for plan, placed in list_plan_placements(job, choices, mesh):
         for recompute in choices.recompute:
             yield plan, placed, recompute
 
 
 def _find_fastest_run(fits: Sequence[Estimate], estimator: Estimator) -> Estimate:
-    """Return the fastest of a plan's runs: from the largest micro-batch down, while that gains anything."""
+    """Return the fastest of a plan's runs: from the largest micro-batch down, while tokens per second increase."""
     best = estimator.time(fits[-1])
     for each in fits[-2::-1]:
         smaller = estimator.time(each)
@@ -349,14 +351,14 @@ def _find_fastest_run(fits: Sequence[Estimate], estimator: Estimator) -> Estimat
 
 
 def list_micro_batches(job: TrainingJob, mesh: MeshShape, sizes: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Return sizes of micro-batches, ascending, each with how many of them have the tokens of a step.
+    """Return sizes of micro-batches, ascending, each with their number in a step.
 
     Args:
-        job, mesh: what says how many sequences each rank has in a step.
-        sizes: which are meant; None: powers of two.
+        job, mesh: give the sequences of each rank in a step.
+        sizes: sizes to choose from; None: powers of two.
 
     Raises:
-        ConfigError: a step has fewer tokens than one sequence for each rank.
+        ConfigError: a step has fewer tokens than one sequence per rank.
     """
     sizes = [2**power for power in range(_LARGEST.bit_length())] if sizes is None else sorted(sizes)
     if job.tokens_per_step is None:
@@ -381,7 +383,7 @@ def _format_sequence_counts(sizes: Sequence[int]) -> str:
 
 
 def find_first_fit(job: TrainingJob, choices: Choices) -> Estimate | None:
-    """Return the first plan that fits with the smallest micro-batch, not timed; None where none does."""
+    """Return the first plan that fits with the smallest micro-batch, not timed; None if none fits."""
     for mesh, divided_job in list_mesh_shapes(job, choices):
         estimator = Estimator(divided_job)
         for plan, placed, recompute in _iter_plan_variants(divided_job, choices, mesh):
@@ -394,6 +396,6 @@ def find_first_fit(job: TrainingJob, choices: Choices) -> Estimate | None:
 
 
 def state_bytes(model: ModelShape, precision: PrecisionLike) -> int:
-    """Return the bytes of a whole training state: parameters, gradients, masters and moments, on one rank alone."""
+    """Return the bytes of an unsharded training state: parameters, gradients, masters and moments."""
     report = model.predict(Plan.preset(PRESETS[0], precision=precision), 1, Settings())
     return sum(report.bytes_held[part] for part in ("parameters", "gradients", "states"))

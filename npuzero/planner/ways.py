@@ -1,4 +1,4 @@
-"""What would make a job fit, where nothing does as it was asked: one change at a time, then two."""
+"""Changes that would make a job fit if nothing fits as asked: single changes first, then pairs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from npuzero.planner.model_work.job import TrainingJob
 from npuzero.planner.search import Choices, find_first_fit, search_runs
 from npuzero.planner.timing.estimate import Estimate
 
-#: How often the devices are doubled before they are too many to ask for; and from where on their memory would have
-#: room for a state, which more of them would not help any further.
+#: How often the number of devices may be doubled; and how many of these numbers to try once the devices together have
+#: memory for the state, since more devices would help no further.
 _DOUBLINGS, _ROOMY = 12, 3
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """Say what else would fit where nothing does.
+    """Hold a change that makes a job fit.
 
     Attributes:
-        what: in words, such as ``"states on the host"``.
-        estimate: the fastest run that fits then.
+        what: description, such as ``"states on the host"``.
+        estimate: the fastest run that then fits.
     """
 
     what: str
     estimate: Estimate
 
 
-#: A job and choices with one change, and what that is in words.
+#: Description of a change, and the changed job and choices.
 Change = tuple[str, TrainingJob, Choices]
 Changes = Callable[[TrainingJob, Choices], Iterator[Change]]
 
 
 def ways_out(job: TrainingJob, choices: Choices) -> Iterator[WayOut]:
-    """Yield changes that make a job fit: of each kind the smallest; and where no single one does, of two kinds."""
+    """Yield changes that make a job fit: the smallest of each kind; if no single change does, pairs of two kinds."""
     kinds: tuple[Changes, ...] = (
         _allow_recomputation, _smaller_micro_batches, _flash_attention, _more_devices, _lower_precisions,
             _offload_states, _more_sequence_ranks, _more_tensor_ranks
@@ -55,11 +55,11 @@ def ways_out(job: TrainingJob, choices: Choices) -> Iterator[WayOut]:
 
 
 def _find_first_change(changes: Iterator[tuple[str, TrainingJob, Choices]]) -> WayOut | None:
-    """Return the first change that makes it fit, with the fastest run then of the first plan that does."""
+    """Return the first change that makes the job fit, with the fastest run under it."""
     for what, job, choices in changes:
         try:
             fit = find_first_fit(job, choices)
-        except ConfigError:  # the engine refuses it, or so many ranks have no tokens
+        except ConfigError:  # refused by the engine, or too few tokens for the ranks
             continue
         if fit is not None:
             best = search_runs(job, choices).fitting[0]
@@ -68,20 +68,20 @@ def _find_first_change(changes: Iterator[tuple[str, TrainingJob, Choices]]) -> W
 
 
 def _allow_recomputation(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield recomputation, where the choices rule it out."""
+    """Yield recomputation, if the choices exclude it."""
     if True not in choices.recompute:
         yield "recomputation", job, replace(choices, recompute=(True,))
 
 
 def _smaller_micro_batches(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield smaller micro-batches, where the choices rule them out."""
+    """Yield smaller micro-batches, if the choices exclude them."""
     if choices.micro_batches is not None and min(choices.micro_batches) > 1:
         sizes = tuple(range(1, min(choices.micro_batches)))
         yield "a smaller micro-batch", job, replace(choices, micro_batches=sizes)
 
 
 def _flash_attention(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield attention that keeps no scores, where it is another."""
+    """Yield flash attention, which keeps no scores, if the job uses another."""
     if job.attention != "flash":
         yield "flash attention", replace(job, attention="flash"), choices
 
@@ -101,15 +101,16 @@ def _more_devices(job: TrainingJob, choices: Choices) -> Iterator[Change]:
             return
         try:
             larger = cluster.with_ranks(ranks, min(ranks, max(local, cluster.local)))
-        except ConfigError:  # nodes would not be whole, or nothing is known of what lies between them
+        except ConfigError:  # a node would be incomplete, or the link between nodes is unknown
             return
         yield f"{ranks:,} devices with {{plan}}", replace(job, cluster=larger), choices
 
 
 def _lower_precisions(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield precisions that keep a state in fewer bytes than the one that is asked for, the most of them first."""
+    """Yield precisions with a smaller state than the requested one, the largest first."""
     own = parse_precision(choices.precisions[0])
-    wide = own.parameter_of(torch.float32).itemsize  # parameters in float32 may take less in all, and compute slower
+    # Not wider parameters: float32 ones may take less memory in total, but compute more slowly.
+    wide = own.parameter_of(torch.float32).itemsize
     fewer = {
         name: element_bytes(each)
         for name, each in PRECISIONS.items()
@@ -120,7 +121,7 @@ def _lower_precisions(job: TrainingJob, choices: Choices) -> Iterator[Change]:
 
 
 def element_bytes(precision: Precision) -> float:
-    """Return the bytes of a training state for each parameter: itself, its gradient, its master and two moments."""
+    """Return the bytes of training state per parameter element: parameter, gradient, master and two moments."""
     dtype = precision.parameter_of(torch.float32)
     block = 1024
     moments = 2 * precision.moment_bytes(block) / block
@@ -128,7 +129,7 @@ def element_bytes(precision: Precision) -> float:
 
 
 def _offload_states(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield what may rest off the device, as far as the cluster has links to there."""
+    """Yield the offloads that the cluster has links for."""
     words = {Memory.HOST: "on the host", Memory.NVME: "on NVMe"}
     links = {Memory.HOST: "host", Memory.NVME: "disk_read"}
     for offload, parts in OFFLOADS.items():
@@ -138,13 +139,13 @@ def _offload_states(job: TrainingJob, choices: Choices) -> Iterator[Change]:
 
 
 def _more_sequence_ranks(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield more ranks that share a sequence, of one node."""
+    """Yield more ranks per sequence, within a node."""
     for size in _sizes_within_node(job, choices.sequence):
         yield f"{size} ranks for each sequence", job, replace(choices, sequence=(size,))
 
 
 def _more_tensor_ranks(job: TrainingJob, choices: Choices) -> Iterator[Change]:
-    """Yield more ranks that divide layers, of one node."""
+    """Yield more tensor ranks, within a node."""
     for size in _sizes_within_node(job, choices.tensor):
         yield f"{size} tensor ranks", job, replace(choices, tensor=(size,))
 

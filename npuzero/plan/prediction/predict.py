@@ -103,7 +103,7 @@ def peak_step_bytes(moves: Iterable[Move]) -> Counter[Where]:
 
 
 class _BufferPeaks:
-    """Track allocated bytes and their peak, and separately the bytes of pooled buffers, which pools never free."""
+    """Count allocated bytes and their peak, and separately the bytes of pooled buffers, which pools never free."""
 
     def __init__(self) -> None:
         self.now: Counter[Where] = Counter()

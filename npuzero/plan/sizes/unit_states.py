@@ -19,7 +19,7 @@ class PlannedUnitState(enum.Enum):
 
 
 class PlannedUnit:
-    """Track a unit: its flat parameters as runs of equal neighbours, and their state at this point of the schedule."""
+    """Follow a unit: its flat parameters as runs of equal neighbours, and their state at this point of the schedule."""
 
     def __init__(self, index: int, runs: list[tuple[FlatKind, int]]) -> None:
         self.index = index
@@ -77,7 +77,7 @@ def walk_units(units: Iterable[PlannedUnit], spans: Sequence[int]) -> Iterator[t
 
 
 class UnitPart:
-    """Track the passes of a part of the model, or of all of it."""
+    """Follow the passes of a part of the model, or of all of it."""
 
     def __init__(self, units: list[PlannedUnit], spans: Sequence[int]) -> None:
         self.units = units

@@ -65,7 +65,7 @@ class MeshShape:
 
     @cached_property
     def _known_sizes(self) -> dict[Axes, int]:
-        """Cache the results of :meth:`size`: a prediction calls it some hundred thousand times."""
+        """Keep the results of :meth:`size`: a prediction calls it some hundred thousand times."""
         return {}
 
     def sizes(self, axes: Axes) -> dict[str, int]:

@@ -1,15 +1,15 @@
-"""The clock: how long a step takes, as spans on lanes.
+"""Simulated time of a step, as spans on lanes.
 
-What happens in which order is the engine's own schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`);
-how long each of it takes is four lines of arithmetic:
+The order of events is the engine's own schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`). Their
+duration is simple arithmetic:
 
-    products            FLOPs over the part of the peak that a device sustains
-    element-wise work   bytes over what its memory sustains; so the optimizer, packing, rounding to thin wires
-    collectives         :func:`npuzero.planner.hardware.network.collective_s`: latency and bytes over bandwidth, by
-    level copies              bytes over the link between two memories
+    products            FLOPs over the sustained fraction of the device's peak
+    element-wise work   bytes over sustained memory bandwidth; also optimizer, packing and quantization
+    collectives         latency, and bytes over bandwidth, by level (:mod:`npuzero.planner.hardware.network`)
+    copies              bytes over the link between two memories
 
-Compute and each kind of collective have a lane (:mod:`npuzero.planner.timing.lanes`). Shapes of tiles, and how fast a
-product of this or that size is, are left out: they add nothing to what is known of whole training runs.
+Compute and each kind of collective have a lane (:mod:`npuzero.planner.timing.lanes`). Tile shapes and the efficiency of
+single product sizes are left out: they explain nothing more about measured training runs.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from npuzero.planner.timing import lanes
 from npuzero.planner.timing.program import StepProgram, Totals, unit_name
 from npuzero.planner.timing.steady_step import count_modelled_passes, get_steady_step
 
-#: What may bound a step, by what is busy: work of the device, links, and the update on the host.
+#: Bottleneck by kind of work on the device and of the update on the host.
 _BOUNDS = {"products": "compute", "recomputation": "compute", "element-wise": "memory", "update": "optimizer"}
 _COPIES = {TO_HOST: "host link", TO_DEVICE: "host link", TO_DISK: "disk", FROM_DISK: "disk"}
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Hold how long a step takes, and what it spends that on.
+    """Hold the duration of a step and its breakdown.
 
     Attributes:
         step_s: seconds of a step.
-        parts: of these, seconds by what compute does: ``products``, ``recomputation``, ``element-wise``, ``update``,
-            ``contention``, ``wait for ...``, and in a pipeline ``bubble``; their sum is the step.
-        busy: seconds that each lane is busy: ``compute``, collectives by channel, what ``layers`` and ``stages`` send,
+        parts: seconds by kind of compute: ``products``, ``recomputation``, ``element-wise``, ``update``,
+            ``contention``, ``wait for ...``, and in a pipeline ``bubble``; they add up to the step.
+        busy: seconds that each lane is busy: ``compute``, collectives by channel, traffic of ``layers`` and ``stages``,
             copies by link, the host's update.
-        bound: what is busy longest: ``compute``, ``memory``, ``local link``, ``node link``, ``host link``, ``disk`` or
-            ``optimizer``.
-        tokens: of a step, per device.
+        bound: the resource that is busy longest: ``compute``, ``memory``, ``local link``, ``node link``,
+            ``host link``, ``disk`` or ``optimizer``.
+        tokens: tokens of a step, per device.
     """
 
     step_s: float
@@ -61,18 +61,19 @@ class StepTimeline:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return tokens a second and device."""
+        """Return tokens per second and device."""
         return self.tokens / self.step_s
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Return what runs when, from the begin of the step; what it started for the next one runs past its end. Of a
-        pipeline this is the slowest stage, without what it waits for others.
+        """Return the spans from the start of the step; work started for the next step ends after this one.
+
+        For a pipeline these are the spans of the slowest stage, without its waits for other stages.
         """
         return self._play.spans()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans for Perfetto or chrome://tracing, in the form in which a run writes its own.
+        """Write the spans for Perfetto or chrome://tracing, in the format of a run's own trace.
 
         Raises:
             StorageError: the file cannot be written.
@@ -84,27 +85,27 @@ class StepTimeline:
 
 
 def step_time(job: TrainingJob, run: TrainingRun, work: ModelWorkload) -> StepTimeline:
-    """Return how long a step takes.
+    """Return the simulated time of a step.
 
     Args:
-        job, run: what is asked, and the way to train.
-        work: of the model's units in one micro-batch on one rank.
+        job, run: the job, and the way to train it.
+        work: work of the model's units in one micro-batch on one rank.
 
     Raises:
-        ConfigError: work of other units than the model's, or of a dtype that the device has no peak for.
+        ConfigError: the work has another number of units than the model, or the device has no peak for the dtype.
     """
     return StepClock(job).time(run, work)
 
 
 class StepClock:
-    """Time steps of one job: what they have in common is worked out once."""
+    """Time steps of one job in a simulation; shared results are computed once."""
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
         self._programs: dict[object, StepProgram] = {}
 
     def time(self, run: TrainingRun, work: ModelWorkload) -> StepTimeline:
-        """Return how long a step takes, as :func:`step_time`."""
+        """Return the simulated time of a step, as :func:`step_time`."""
         job, units = self._job, self._job.model.units
         if len(work.units) != len(units):
             raise ConfigError(
@@ -129,7 +130,7 @@ class StepClock:
         return played.timeline(sequences * work.sequence / mesh.world)
 
     def _waits(self, run: TrainingRun, mesh: MeshShape, work: ModelWorkload) -> _AxisWaits:
-        """Return what compute waits for within a micro-batch."""
+        """Return the waits of compute within a micro-batch."""
         cluster, model = self._job.cluster, self._job.model
         tokens = work.micro_batch * work.sequence // mesh.sequence
         layers = LayerTraffic.of(model, mesh).seconds(cluster, mesh, run.plan, tokens)
@@ -141,13 +142,13 @@ class StepClock:
 
 @dataclass(frozen=True)
 class _AxisWaits:
-    """Hold what compute waits for within a micro-batch, along axes beside ZeRO's own.
+    """Hold the waits of compute within a micro-batch for tensor, sequence and pipe ranks.
 
     Attributes:
-        layers: by unit, seconds of what its layers send, forward and backward together.
-        exchange_s: in which activations go to the next stage, or their gradients to the one before.
-        stages: of a pipeline.
-        layers_link, stages_link: over which they go.
+        layers: by unit, seconds of its layers' collectives, forward and backward together.
+        exchange_s: seconds to send activations to the next stage, or their gradients to the previous one.
+        stages: stages of the pipeline.
+        layers_link, stages_link: links that these use.
     """
 
     layers: tuple[float, ...]
@@ -159,7 +160,7 @@ class _AxisWaits:
 
 @dataclass(frozen=True)
 class _ProgramTiming:
-    """Run a program with what a run's units compute."""
+    """Run a program with the compute of a run's units."""
 
     program: StepProgram
     cluster: Cluster
@@ -176,7 +177,7 @@ class _ProgramTiming:
         return self.run.recompute
 
     def timeline(self, tokens: float) -> StepTimeline:
-        """Run two steps, of which the second begins as the first left it."""
+        """Time a steady step: if traffic is left running at the end, run the step again and time the second run."""
         steps = self.program.steps(self.micro_batches)
         acts = self._acts()
         player = lanes.ProgramPlayer(acts, self.cluster.contention)
@@ -197,10 +198,11 @@ class _ProgramTiming:
         return StepTimeline(step_s, parts | stages, busy, _find_bottleneck(parts, totals), tokens, self)
 
     def _stages(self, acts: lanes.Acts) -> dict[str, float]:
-        """Return what a stage waits for the others: where a pipeline fills and drains, a micro-batch of each other
-        stage and its way there and back; and each micro-batch's way, where that is not hidden beside others.
+        """Return a stage's waits for the other stages.
 
-        As in 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2), whose bubble is (p - 1) / m of the rest.
+        While the pipeline fills and drains, it waits for one micro-batch of each other stage and its transfers.
+        Transfers of each micro-batch also count where they are not overlapped. As in 1F1B (Narayanan et al.,
+        arXiv:2104.04473, section 2.2), the bubble is (p - 1) / m of the rest.
         """
         others = self.waits.stages - 1
         if not others:
@@ -211,7 +213,7 @@ class _ProgramTiming:
         return {"bubble": others * (pass_s + ways), "wait for stages": exposed * ways}
 
     def _totals(self) -> Totals:
-        """Return what a step keeps busy, that of layers and stages among it."""
+        """Return the busy seconds of a step, with those of layers and stages."""
         totals = self.program.totals(self.micro_batches)
         waits, times = self.waits, self.micro_batches
         for lane, link, seconds in (
@@ -236,8 +238,10 @@ class _ProgramTiming:
         )
 
     def _acts(self) -> lanes.Acts:
-        """Return the seconds of each unit's passes. What the root computes it computes behind the blocks, though its
-        forward begins before them: so it counts with its backward.
+        """Return the seconds of each unit's passes.
+
+        The root's own compute runs after the blocks, although its forward begins before them: so it counts in its
+        backward.
         """
         acts = []
         for i, (unit, added) in enumerate(zip(self.work.units, self.program.added, strict=True)):
@@ -270,7 +274,7 @@ class _ProgramTiming:
         return elementwise_s(self.cluster.device, 1.0, find_compute_dtype(self.run.plan))
 
     def _parts(self, totals: Totals) -> dict[str, float]:
-        """Return the seconds of compute by what it does."""
+        """Return the seconds of compute by kind of work."""
         units, times = self.work.units, self.micro_batches
         nbytes = sum(unit.forward_bytes + unit.backward_bytes for unit in units)
         again = [self._products_s(unit, 1) + self._own_s(unit.forward_bytes) for unit in units[1:] if self.recompute]
@@ -284,7 +288,7 @@ class _ProgramTiming:
 
 
 def _find_bottleneck(parts: Mapping[str, float], totals: Totals) -> str:
-    """Return what is busy longest; where that is the device, with what."""
+    """Return the resource that is busy longest; for the device, its longest kind of work."""
     device: dict[str, float] = {}
     for part, what in _BOUNDS.items():
         device[what] = device.get(what, 0.0) + parts[part]

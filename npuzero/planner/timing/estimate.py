@@ -1,4 +1,4 @@
-"""What one way to train takes: its bytes by memory, and its seconds."""
+"""Estimate of one way to train: bytes by memory, and seconds."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from npuzero.planner.timing.steady_step import count_modelled_passes, get_steady
 
 @dataclass(frozen=True)
 class Estimate:
-    """Say what one way to train takes.
+    """Hold the memory and time of one way to train.
 
     Attributes:
-        job, run: what is trained where, and how.
-        work: what the model's units compute and keep in a pass.
-        timeline: one step of one rank; None: it was not timed.
+        job, run: the job, and the way to train it.
+        work: compute and saved activations of the model's units in a pass.
+        timeline: one step of one rank; None: not timed.
     """
 
     job: TrainingJob = field(repr=False)
@@ -54,19 +54,17 @@ class Estimate:
 
     @cached_property
     def reports(self) -> dict[int, Report]:
-        """Return what :func:`npuzero.predict` says of the run, by the rank of the pipeline: the bytes of a rank,
-        activations apart.
-        """
+        """Return the report of :func:`npuzero.predict` for each pipeline rank, without activations."""
         return predict_reports(self.job, self.run)
 
     @property
     def report(self) -> Report:
-        """Return that of the rank that holds most, activations included."""
+        """Return the report of the rank that holds the most device memory, activations included."""
         return self.reports[self._fullest]
 
     @property
     def memory(self) -> dict[str, int]:
-        """Return the most bytes of a rank by memory (``device``, ``host``, ``nvme``), activations included."""
+        """Return the bytes by memory (``device``, ``host``, ``nvme``) of the fullest rank, activations included."""
         return self._memories[self._fullest]
 
     @cached_property
@@ -79,8 +77,10 @@ class Estimate:
 
     @property
     def layers_sent(self) -> dict[str, dict[str, int]]:
-        """Return by axis and collective what the layers of a rank send in a step along tensor and sequence ranks; of a
-        pipeline, those of all stages together. Recomputation, which sends that of forward again, is not counted.
+        """Return by axis and collective the bytes of a rank's layers along tensor and sequence ranks in a step.
+
+        For a pipeline, those of all stages together. Recomputation, which repeats the forward's traffic, is not
+        counted.
         """
         run, mesh = self.run, self.run.mesh
         itemsize = run.plan.precision.parameter_of(torch.float32).itemsize
@@ -89,7 +89,7 @@ class Estimate:
 
     @property
     def sent_by_level(self) -> dict[str, int]:
-        """Return the bytes that a rank sends in a step within a node and between nodes, its layers' among them."""
+        """Return the bytes that a rank sends in a step within a node and between nodes, layers included."""
         along: dict[str, Counter[str]] = {}
         for sent in (self.report.sent_along, self.layers_sent):
             for axis, verbs in sent.items():
@@ -98,54 +98,52 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step, of all ranks together."""
+        """Return the tokens of a step on all ranks together."""
         return count_step_tokens(self.job, self.run)
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step; infinity where it was not timed."""
+        """Return the seconds of a step; infinity if not timed."""
         return math.inf if self.timeline is None else self.timeline.step_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens a second of one device."""
+        """Return the tokens per second of one device."""
         return self.tokens / self.step_s / self.job.cluster.ranks
 
     @property
     def bound(self) -> str:
-        """Return what is busy longest in a step."""
+        """Return the resource that is busy longest in a step."""
         return "" if self.timeline is None else self.timeline.bound
 
     def over(self, spare: float = 0.0) -> dict[str, int]:
-        """Return by memory the bytes that are too many, where a part ``spare`` of the device's stays free; 0 where it
-        holds them.
-        """
+        """Return by memory the bytes above its limit or 0; a fraction ``spare`` of the device stays free."""
         limit = memory_limits(self.job.cluster, spare)
         return {memory: max(0, nbytes - limit.get(memory, nbytes)) for memory, nbytes in self.memory.items()}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of :func:`npuzero.zero` that train so.
+        """Return the keyword arguments of :func:`npuzero.zero` for this run.
 
-        The program's own part are ``run.micro_batch`` sequences in each of ``run.micro_batches`` passes, and
-        activation checkpointing of the blocks where ``run.recompute``.
+        The program itself must run ``run.micro_batches`` passes of ``run.micro_batch`` sequences, with activation
+        checkpointing of the blocks if ``run.recompute``.
         """
         settings, plan = self.run.settings, self.run.plan
-        if self.run.mesh.pipe > 1:  # npuzero.pipeline finds out by itself whether they stay unsharded
+        if self.run.mesh.pipe > 1:  # npuzero.pipeline decides by itself whether they stay unsharded
             plan = replace(plan, between=None)
         return _plan_arguments(plan) | ({} if settings == Settings() else {"settings": settings})
 
     def axes(self) -> dict[str, int]:
-        """Return the keyword arguments of :func:`npuzero.mesh` for axes beside ZeRO's own; none, where there are none.
+        """Return the keyword arguments of :func:`npuzero.mesh` for tensor, sequence and pipe ranks; may be empty.
 
-        With ``tensor`` the model is divided first (:func:`npuzero.parallel.tensor`), with ``sequence`` its attention
-        is (:func:`npuzero.parallel.sequence`); with ``pipe`` :func:`npuzero.pipeline` stands for ``zero``, with
-        ``micro_batches=run.micro_batches``.
+        With ``tensor`` the program first divides the model (:func:`npuzero.parallel.tensor`), with ``sequence`` its
+        attention (:func:`npuzero.parallel.sequence`); with ``pipe`` it calls :func:`npuzero.pipeline` instead of
+        ``zero``, with ``micro_batches=run.micro_batches``.
         """
         return self.run.mesh.sizes((PIPE, TENSOR, SEQUENCE))
 
 
 def _plan_arguments(plan: Plan) -> dict[str, Any]:
-    """Return the names of which :func:`npuzero.zero` makes ``plan``; the plan itself, where none do."""
+    """Return arguments that make :func:`npuzero.zero` build ``plan``: names if possible, else the plan itself."""
     size = {} if plan.local_size is None else {"local_size": plan.local_size}
     offload = next((each for each in OFFLOADS if plan.name.endswith(f"+{each}") and each != plan.name), None)
     name = plan.name if offload is None else plan.name.removesuffix(f"+{offload}")
@@ -153,7 +151,7 @@ def _plan_arguments(plan: Plan) -> dict[str, Any]:
     for precision in PRECISIONS:
         try:
             made = Plan.preset(name, precision=precision, local_size=plan.local_size)
-        except ConfigError:  # a plan of the caller's own
+        except ConfigError:  # the caller's custom plan
             break
         if (made if offload is None else made.offloaded(offload)) == plan:
             return {"plan": name, "precision": precision, **beside}
@@ -161,10 +159,10 @@ def _plan_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def predict_reports(job: TrainingJob, run: TrainingRun, all_ranks: bool = True) -> dict[int, Report]:
-    """Return the bytes that one rank holds and sends in a step, by the rank of the pipeline; its schedule is 1F1B.
+    """Return the bytes that one rank holds and sends in a step, by pipeline rank; the schedule is 1F1B.
 
     Args:
-        all_ranks: of a pipeline; False: those alone of which one holds most.
+        all_ranks: whether to include all pipeline ranks; False: only candidates for the most memory.
     """
     plan, mesh, settings = run.plan, run.mesh, run.settings
     if mesh.pipe == 1:
@@ -177,26 +175,26 @@ def predict_reports(job: TrainingJob, run: TrainingRun, all_ranks: bool = True) 
 
 
 def count_step_tokens(job: TrainingJob, run: TrainingRun) -> int:
-    """Return the tokens of a step, of all ranks together."""
+    """Return the tokens of a step on all ranks together."""
     return count_sequence_groups(run.mesh) * run.micro_batch * run.micro_batches * job.sequence
 
 
 def count_sequence_groups(mesh: MeshShape) -> int:
-    """Return how many ranks, or groups of ranks that share a sequence, have sequences of their own."""
+    """Return the number of ranks, or of groups that share a sequence, with different sequences."""
     return mesh.data // mesh.sequence
 
 
 def memory_limits(cluster: Cluster, spare: float = 0.0) -> dict[str, int]:
-    """Return the bytes that a rank may have of each memory that has an end; of the device without a part ``spare``."""
+    """Return the byte limits of a rank's memories that are finite, less a fraction ``spare`` of the device."""
     device = int(cluster.device.memory_bytes * (1 - spare))
     return {Memory.DEVICE.value: device, Memory.HOST.value: cluster.host_memory_bytes}
 
 
 class Estimator:
-    """Estimate runs of one job; what they have in common is worked out once.
+    """Estimate runs of one job; shared results are computed once.
 
     Attributes:
-        looked, timed: of how many it was asked whether they fit, and how many have been timed.
+        looked, timed: number of runs checked for memory, and number of runs timed.
     """
 
     def __init__(self, job: TrainingJob) -> None:
@@ -211,14 +209,15 @@ class Estimator:
             self._numels[parameter.dtype, parameter.trainable, parameter.cut is not None] += parameter.shape.numel()
 
     def estimate(self, run: TrainingRun) -> Estimate:
-        """Return a run, not timed."""
+        """Return a run that is not timed."""
         return Estimate(self.job, run, self._work_of(run))
 
     def fits(self, estimate: Estimate, spare: float) -> bool:
-        """Tell whether each memory holds a run, with a part ``spare`` of the device's left over.
+        """Tell whether each memory holds a run, with a fraction ``spare`` of the device left over.
 
-        What a prediction has at its highest, and activations at theirs, are together the most that there can be; what
-        rests, and activations at their highest, the least. Where the limit is between them, the step is walked through.
+        Two bounds are checked first: the predicted peak plus the peak of activations is an upper bound; stored bytes
+        plus the peak of activations a lower bound. Only if the limit is between them, the moves of the step are
+        followed.
         """
         self.looked += 1
         run, limit = estimate.run, memory_limits(self.job.cluster, spare)
@@ -236,8 +235,9 @@ class Estimator:
         return all(each[Memory.DEVICE.value] <= device for each in held)
 
     def as_trained(self, estimate: Estimate, spare: float) -> Estimate:
-        """Return a run of a pipeline with parameters unsharded between micro-batches where :func:`npuzero.pipeline`
-        would have them so; any other as it is, and what has not the memory either way.
+        """Return a run with parameters unsharded between micro-batches if :func:`npuzero.pipeline` keeps them so.
+
+        Other runs, and runs that do not fit either way, are returned unchanged.
         """
         run = estimate.run
         if (
@@ -258,9 +258,7 @@ class Estimator:
         return replace(estimate, timeline=self._clock.time(estimate.run, estimate.work))
 
     def _resting_bytes(self, run: TrainingRun) -> float:
-        """Return what parameters and states take at least where they rest on the device, in a pipeline the first
-        rank's: without any padding.
-        """
+        """Return a lower bound of device bytes of parameters and states: the first pipeline rank's, without padding."""
         mesh = run.mesh
         stage = StagedModel.of(self.job.model, mesh.pipe, tensor=mesh.tensor).first_share if mesh.pipe > 1 else 1.0
         plan, precision = run.plan, run.plan.precision
@@ -276,12 +274,13 @@ class Estimator:
         return total
 
     def least_bytes(self, estimate: Estimate) -> float:
-        """Return bytes that a rank's device holds at least: what rests there, and activations at their highest."""
+        """Return a lower bound of a rank's device bytes: stored parts plus the peak of activations."""
         return self._resting_bytes(estimate.run) + least_activations(estimate.run, estimate.work)
 
     def least_s(self, run: TrainingRun) -> float:
-        """Return seconds that a step takes at least: what its units compute, whatever a plan sends; what layers wait
-        for; and what a pipeline waits for while it fills.
+        """Return a lower bound of a step's seconds: compute, traffic of layers, and the fill of the pipeline.
+
+        The plan's own communication is left out.
         """
         work, device, mesh = self._work_of(run), self.job.cluster.device, run.mesh
         dtype, tokens = find_compute_dtype(run.plan), work.micro_batch * work.sequence // mesh.sequence
@@ -295,15 +294,17 @@ class Estimator:
         return (run.micro_batches + mesh.pipe - 1) * each
 
     def _of(self, run: TrainingRun) -> dict[int, Report]:
-        """Return what a run holds, by the rank of the pipeline: the same for all that have a few micro-batches, or as
-        many as fill the pipeline; so that one serves for them.
+        """Return the reports of a run by pipeline rank, cached.
+
+        Memory is the same for all numbers of micro-batches above a few, or above those that fill the pipeline: so runs
+        share one report.
         """
         few = (
             min(run.micro_batches, run.mesh.pipe + 1) if run.mesh.pipe > 1 else count_modelled_passes(run.micro_batches)
         )
         key = run.plan, run.mesh, run.settings, few
         if key not in self._reports:
-            if run.mesh.pipe == 1:  # with the moves that the clock reads, too
+            if run.mesh.pipe == 1:  # together with the moves that the clock uses
                 found = {
                     0: get_steady_step(self.job.model, run.plan, run.mesh, run.settings, few, self.job.clip).report
                 }
@@ -316,9 +317,7 @@ class Estimator:
         return self._work(run.micro_batch, run.plan.precision.parameter_of(torch.float32))
 
     def _work(self, sequences: int, dtype: torch.dtype) -> ModelWorkload:
-        """Return the work of a pass. Of one sequence and of two it is counted; each further one adds as much as the
-        second.
-        """
+        """Return the work of a pass: measured for one and two sequences, and extrapolated linearly for more."""
         key = sequences, dtype
         if key not in self._works:
             job = self.job
@@ -333,10 +332,10 @@ class Estimator:
 
 
 def _extrapolate_workload(one: ModelWorkload, two: ModelWorkload, sequences: int) -> ModelWorkload:
-    """Return the work of so many sequences by that of one and of two."""
+    """Compute the work of ``sequences`` by linear extrapolation from one and two."""
 
     def line(first: Any, second: Any) -> Any:
-        """Return a record of numbers, each on the line through both."""
+        """Return a record with each number on the line through both."""
         pairs = ((name, (value, getattr(second, name))) for name, value in vars(first).items())
         return replace(first, **{name: a + (sequences - 1) * (b - a) for name, (a, b) in pairs if type(a) is not bool})
 

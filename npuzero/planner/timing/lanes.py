@@ -1,9 +1,9 @@
-"""Lanes: work that runs in order on each and side by side with the others; and when all of it is done.
+"""Lanes: a simulation of work that runs in order on each lane and in parallel across lanes.
 
-A program is the steps of one rank. Its own lane is compute; what it starts runs on other lanes, each in the order in
-which it was started, as soon as its lane and its link are free. Where traffic runs beside compute both take longer
-together than the longer one alone, max(a, b) + contention * min(a, b), which is charged to compute. So every end is a
-maximum of sums, and where anything takes less time nothing ends later.
+A program is the steps of one rank. Compute runs on its own lane. The work it starts runs on other lanes, in start
+order, as soon as the lane and its link are free. Traffic that overlaps compute slows both: together they take max(a, b)
++ contention * min(a, b), and the extra time is charged to compute. Every end time is a maximum of sums, so a shorter
+duration never makes anything end later.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, NamedTuple
 
 from npuzero.observe import Span
 
-#: Two states of all lanes are the same where no end differs by more than this part of a second.
+#: Tolerance in seconds when states of all lanes are compared.
 _SAME_S = 1e-12
-#: Chunks that go through alike before the others are taken to do so, too.
+#: Number of equal chunks after which the remaining chunks are assumed to be equal.
 _ALIKE = 2
 
 
 class UnitPass(NamedTuple):
-    """Compute the forward of a unit, or its backward: as long as the player's table says."""
+    """Compute the forward or backward of a unit, for the time in the player's table."""
 
     unit: int
     backward: bool
 
 
 class DeviceWork(NamedTuple):
-    """Run something else on the device; ``kind``: what its seconds count for."""
+    """Run other work on the device; ``kind`` is the category that its seconds count for."""
 
     kind: str
     seconds: float
 
 
 class LaneCollective(NamedTuple):
-    """Start ``times`` collectives, which take ``seconds`` together, on a lane and over a link.
+    """Start ``times`` collectives, which take ``seconds`` in total, on a lane and over a link.
 
     Attributes:
-        key: by which they are awaited.
-        kind, unit: what they do for which unit, for people to read.
+        key: key for :class:`AwaitCollectives`.
+        kind, unit: purpose and unit, for display.
     """
 
     lane: str
@@ -54,7 +54,7 @@ class LaneCollective(NamedTuple):
 
 
 class AwaitCollectives(NamedTuple):
-    """Have compute wait for the first ``times`` of what was started under a key."""
+    """Wait in compute for the first ``times`` collectives started under a key."""
 
     key: Hashable
     times: int
@@ -63,8 +63,9 @@ class AwaitCollectives(NamedTuple):
 
 
 class MemoryTransfer(NamedTuple):
-    """Copy between two memories, on the link's lane; ``needed``: compute waits for it at its next wait of this step,
-    and what is started next does.
+    """Copy between two memories on the link's lane.
+
+    If ``needed``, compute waits for it at the next wait of this step, and collectives started afterwards also wait.
     """
 
     lane: str
@@ -73,7 +74,7 @@ class MemoryTransfer(NamedTuple):
 
 
 class ChunkPipeline(NamedTuple):
-    """Take equal chunks through stages, each on a lane of its own, with at most ``slots`` of them on their way.
+    """Run equal chunks through stages, each on its own lane, with at most ``slots`` chunks in flight.
 
     Attributes:
         stages: lanes and seconds, in order.
@@ -87,7 +88,7 @@ class ChunkPipeline(NamedTuple):
 
 
 class AwaitChunks(NamedTuple):
-    """Have compute wait until so many elements of the chunks last begun are through; None: all that is under way."""
+    """Wait in compute until ``numel`` elements of the latest chunks are done; None: all chunks in flight."""
 
     numel: int | None
 
@@ -110,7 +111,7 @@ Step = (
     | RepeatSteps
 )
 
-#: Of a unit, for forward and for backward: seconds of compute, and seconds that it waits for what its layers send.
+#: By unit, for forward and backward: seconds of compute, and seconds of waiting for its layers' collectives.
 Acts = Sequence[tuple[tuple[float, float], tuple[float, float]]]
 
 
@@ -119,12 +120,12 @@ class ProgramPlayer:
     """Run a program.
 
     Attributes:
-        acts: how long each unit's passes take.
-        contention: see above.
-        names: of units; where there are any spans are kept, and loops played to their end.
-        now: when compute is free, in seconds.
-        waited: seconds that compute waited, by what for.
-        contended_s: by which traffic made compute longer.
+        acts: durations of each unit's passes.
+        contention: see the module's docstring.
+        names: names of units; if given, spans are recorded and loops are simulated in full.
+        now: time at which compute is free, in seconds.
+        waited: seconds that compute waited, by cause.
+        contended_s: seconds that traffic added to compute.
     """
 
     acts: Acts
@@ -141,7 +142,7 @@ class ProgramPlayer:
     _through: list[tuple[int, float]] = field(default_factory=list)
 
     def play(self, steps: Sequence[Step]) -> None:
-        """Run the steps, behind those that were run before."""
+        """Run the steps after those that ran before."""
         do: dict[type, Callable[[Any], None]] = {
             UnitPass: self._act,
             DeviceWork: self._work,
@@ -157,7 +158,7 @@ class ProgramPlayer:
 
     @property
     def quiet(self) -> bool:
-        """Tell whether nothing is under way."""
+        """Tell whether nothing is in flight."""
         return all(end <= self.now for end in self._free.values())
 
     def _act(self, act: UnitPass) -> None:
@@ -171,7 +172,7 @@ class ProgramPlayer:
         self._compute("compute", work.kind, work.seconds)
 
     def _compute(self, category: str, name: str, seconds: float) -> None:
-        """Run something on the device, beside whatever traffic is there."""
+        """Run work on the device, slowed by concurrent traffic."""
         begin = self.now
         beside = max(self._links.values(), default=0.0) - begin
         contended = self.contention * min(seconds, beside) if beside > 0 else 0.0
@@ -198,7 +199,7 @@ class ProgramPlayer:
             self._until(end, wait.kind, self.names[wait.unit] if self.names else "")
 
     def _until(self, end: float, kind: str, name: str) -> None:
-        """Let compute wait until ``end``."""
+        """Make compute wait until ``end``."""
         if end > self.now:
             self.waited[kind] += end - self.now
             if self.names:
@@ -206,7 +207,7 @@ class ProgramPlayer:
             self.now = end
 
     def _transfer(self, copy: MemoryTransfer) -> None:
-        # What goes on comes after what came: from a disk, and then to the device.
+        # A needed copy starts after the previous one: from disk to host first, then to the device.
         end = self._stage(copy.lane, max(self.now, self._copied if copy.needed else 0.0), copy.seconds)
         if copy.needed:
             self._copied = end
@@ -219,7 +220,7 @@ class ProgramPlayer:
         return end
 
     def _chunks(self, chunks: ChunkPipeline) -> None:
-        """Take chunks through; from where each does what the one before it did, all at once."""
+        """Run chunks through the stages; once they progress by equal steps, advance all remaining ones at once."""
         ends, numel = deque([self.now] * chunks.slots, chunks.slots), self._through[-1][0] if self._through else 0
         self._through.append((numel, self.now))
         lanes = [lane for lane, _ in chunks.stages]
@@ -232,6 +233,8 @@ class ProgramPlayer:
             ends.append(end)
             at = [self._free[lane] for lane in lanes] + list(ends)
             steps = [b - a for a, b in zip(before, at, strict=False)]
+            # In the steady state every lane and slot advances by the same time per chunk, the time of the slowest
+            # stage.
             alike = alike + 1 if steps and max(steps) - min(steps) < _SAME_S else 0
             before = at
             if alike >= _ALIKE and not self.names:
@@ -256,7 +259,7 @@ class ProgramPlayer:
             through.clear()
 
     def _loop(self, loop: RepeatSteps) -> None:
-        """Repeat steps; once all lanes are as they were a time before, at once."""
+        """Repeat steps; once the state of all lanes repeats, advance all remaining iterations at once."""
         before: list[float] | None = None
         for i in range(loop.times):
             begin, contended, waited = self.now, self.contended_s, dict(self.waited)
@@ -272,14 +275,14 @@ class ProgramPlayer:
             before = at
 
     def _state(self) -> list[float]:
-        """Return when all that is under way ends, from now on."""
+        """Return the end times of everything in flight, relative to now."""
         now = self.now
         ends = [*self._free.values(), *self._links.values(), self._copied]
         ends += [end for under_way in self._under_way.values() for end, _ in under_way]
         return [max(0.0, end - now) for end in ends]
 
     def _shift(self, seconds: float) -> None:
-        """Let so much time pass in which all goes on as it did."""
+        """Move all times by ``seconds``, keeping the state of the lanes."""
         self.now += seconds
         self._copied += seconds
         for ends in (self._free, self._links):
@@ -291,6 +294,6 @@ class ProgramPlayer:
 
 
 def _is_same_state(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Tell whether two states of all lanes are the same."""
+    """Tell whether two states of all lanes are equal."""
     pairs = itertools.zip_longest(before, after, fillvalue=float("inf"))
     return all(abs(a - b) < _SAME_S for a, b in pairs)

@@ -1,9 +1,9 @@
-"""What one rank holds at the moment at which it holds most: the states' bytes of a prediction, and activations.
+"""Peak memory of one rank: the bytes of a prediction together with activations.
 
-A prediction gives each part of a training state at its own highest. These moments differ: logits live where no
-gradients do yet, a block's activations where those of later blocks have become gradients. So the moves of the
-schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`) are walked together with the stretches of a pass
-(:class:`npuzero.planner.model_work.units.ActivationStretch`), and the sum of both is taken at each.
+A prediction gives the peak of each part of a training state. These peaks occur at different times: logits exist before
+there are gradients, and a block's activations when those of later blocks have already become gradients. So the moves of
+the schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`) are followed together with the stretches of a
+pass (:class:`npuzero.planner.model_work.units.ActivationStretch`), and their sum is taken at each move.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from npuzero.planner.model_work.job import TrainingJob, TrainingRun
 from npuzero.planner.model_work.units import ActivationStretch, ModelWorkload
 from npuzero.planner.timing.steady_step import count_modelled_passes, get_steady_step
 
-#: Of what rests off the device so many blocks' inputs are there: one on its way, and one in use.
+#: Blocks with offloaded inputs on the device at a time: one in transfer, and one in use.
 _ON_THE_WAY = 2
 
 
 def activation_bytes(work: ModelWorkload, recompute: bool = False) -> int:
-    """Return the most bytes of activations that live at a time in one pass, with those gradients that are not packed.
+    """Return the peak bytes of activations in one pass, including gradients that are not packed yet.
 
     Args:
-        work: of a micro-batch.
-        recompute: whether blocks keep their inputs alone.
+        work: work of a micro-batch.
+        recompute: whether blocks keep only their inputs.
 
     Example::
 
         from npuzero.planner.timing.memory import activation_bytes
-        from npuzero.planner.model_work.units import workload
+        from npuzero.planner.model_work.units import measure_workload
 
-        work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
+        work = measure_workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
         print(activation_bytes(work), activation_bytes(work, recompute=True))
     """
     return _peak_of_stretches(work.recomputed if recompute else work.kept)
@@ -58,7 +58,7 @@ def _peak_of_stretches(stretches: Iterable[ActivationStretch]) -> int:
 
 
 def least_activations(run: TrainingRun, work: ModelWorkload) -> int:
-    """Return bytes of activations that a rank has at least, of a pipeline the first, beside what rests there."""
+    """Return a lower bound of a rank's activation bytes; for a pipeline, of the first rank."""
     if run.plan.activations != Placement():
         return 0
     stretches = _divide_stretches(work.recomputed if run.recompute else work.kept, run)
@@ -66,27 +66,27 @@ def least_activations(run: TrainingRun, work: ModelWorkload) -> int:
 
 
 def is_cpu(cluster: Cluster) -> bool:
-    """Return whether a cluster's devices are the processors of its hosts, as its name says."""
+    """Return whether a cluster's devices are CPUs, as its name indicates."""
     return cluster.name.split()[0] == "cpu"
 
 
 def estimate_memory(
     job: TrainingJob, run: TrainingRun, report: Report, work: ModelWorkload, rank: int = 0
 ) -> dict[str, int]:
-    """Return the bytes that a rank holds at most in a steady step, by memory (:class:`~npuzero.plan.Memory`'s values).
+    """Return the peak bytes of a rank in a steady step, by memory (the values of :class:`~npuzero.plan.Memory`).
 
-    On the device that is the highest sum of what rests, of what the schedule takes and gives, and of activations. On a
-    CPU gradients keep their pages from step to step, elsewhere they make room for the next forward. With tensor ranks
-    a block's activations are divided as Korthikanti et al. say (arXiv:2205.05198, equations 2 and 4); with sequence
-    ranks all are. A rank of a pipeline holds its blocks' of as many micro-batches as are under way there under 1F1B:
-    of rank r of p ranks p - r, or all if these are fewer; and at most of any unit what that needs beside, at a moment
-    at which states are at their highest: an upper bound.
+    The device's peak is that of the sum of stored bytes, buffers of the schedule, and activations. On a CPU gradients
+    keep their pages from step to step; elsewhere they make room for the next forward. Tensor ranks divide a block's
+    activations as in Korthikanti et al. (arXiv:2205.05198, equations 2 and 4); sequence ranks divide all of them.
+
+    Rank r of p pipeline ranks holds the activations of the p - r micro-batches in flight under 1F1B, or of all if there
+    are fewer, plus the largest workspace of any unit while states are at their peak: an upper bound.
 
     Args:
-        report: of this run, as :meth:`npuzero.planner.ModelShape.predict` gives it; of a pipeline that of ``rank``, as
-            :meth:`npuzero.planner.model_work.stages.StagedModel.reports` does.
-        work: of ``run.micro_batch`` sequences.
-        rank: of the pipeline.
+        report: report of this run from :meth:`npuzero.planner.ModelShape.predict`; for a pipeline that of ``rank`` from
+            :meth:`npuzero.planner.model_work.stages.StagedModel.reports`.
+        work: work of ``run.micro_batch`` sequences.
+        rank: rank of the pipeline.
     """
     held = dict(report.memory)
     stretches = _divide_stretches(work.recomputed if run.recompute else work.kept, run)
@@ -106,21 +106,21 @@ def estimate_memory(
     tide = _ActivationPeaks(stretches, on_cpu=is_cpu(job.cluster))
     tide.walk(flatten_moves(moves))
     if tide.stays:
-        tide.walk(flatten_moves(moves))  # as one who has been there: what stays was taken by the step before
+        tide.walk(flatten_moves(moves))  # a second step starts with the buffers that the first one keeps
     labels = report.held[Memory.DEVICE]
-    # What never comes and goes: all of a label but the highest of what did.
+    # Memory that never changes within a step: the total of all labels less the peaks of the allocated ones.
     resting = sum(labels.values()) - sum(tide.highest.values())
     held[Memory.DEVICE.value] = resting + tide.peak
     return held
 
 
 class _ActivationPeaks:
-    """Walk the moves of a step with the stretches of its passes; hold the highest sum of both on the device.
+    """Follow the moves of a step with the stretches of its passes, and record the peak of their sum on the device.
 
     Attributes:
-        peak: that sum.
-        highest: of what moves take, by label.
-        stays: the labels of what is not given back.
+        peak: the peak of the sum.
+        highest: peak of the allocated buffers, by label.
+        stays: labels of buffers that keep their memory after they are freed.
     """
 
     def __init__(self, stretches: Sequence[ActivationStretch], on_cpu: bool) -> None:
@@ -149,9 +149,9 @@ class _ActivationPeaks:
         self._play_all()
 
     def _compute(self, move: ComputePass) -> None:
-        """Walk through what of the root's runs before the unit's forward or backward, and that."""
+        """Run the stretches of the root before the unit's forward or backward, and then the unit's."""
         self._unpacked = 0
-        if not move.unit and not move.backward:  # a pass begins
+        if not move.unit and not move.backward:  # a new pass
             self._play_all()
             self._ahead.extend(self._stretches)
         while self._ahead:
@@ -170,7 +170,7 @@ class _ActivationPeaks:
         self._unpacked = stretch.gradient_bytes
 
     def _take(self, buffer: StepBuffer, count: int) -> None:
-        if self._ahead and not self._ahead[0].unit and not self._ahead[0].backward:  # the root's, behind the blocks
+        if self._ahead and not self._ahead[0].unit and not self._ahead[0].backward:  # the root's, after the blocks
             self._play(self._ahead.popleft())
         if buffer.memory is Memory.DEVICE and buffer.pool is None:
             self._now[buffer.label] += count * buffer.nbytes
@@ -187,7 +187,7 @@ class _ActivationPeaks:
 
 
 def _divide_stretches(stretches: Sequence[ActivationStretch], run: TrainingRun) -> tuple[ActivationStretch, ...]:
-    """Return the stretches as one of the tensor and sequence ranks has them."""
+    """Return the stretches of one tensor and sequence rank."""
     t, q = run.mesh.tensor, run.mesh.sequence
     if t * q == 1:
         return tuple(stretches)
@@ -206,7 +206,7 @@ def _divide_stretches(stretches: Sequence[ActivationStretch], run: TrainingRun) 
 
 
 def _offload_stretches(stretches: Sequence[ActivationStretch], share: float) -> tuple[ActivationStretch, ...]:
-    """Return the stretches where a ``share`` of what recomputation keeps stays on the device."""
+    """Return the stretches if only a fraction ``share`` of recomputation's inputs stays on the device."""
     inputs: Counter[int] = Counter()
     for stretch in stretches:
         if stretch.unit and not stretch.backward:
@@ -223,8 +223,8 @@ def _offload_stretches(stretches: Sequence[ActivationStretch], share: float) -> 
 
 
 def _pipeline_activation_bytes(stretches: Sequence[ActivationStretch], run: TrainingRun, rank: int) -> int:
-    """Return the activations of a pipeline's rank: those of the micro-batches under way, and the most of one unit."""
-    ranks, first = run.mesh.pipe, stretches[0]  # the first is the root's before the blocks: what the first of them gets
+    """Return the activations of a pipeline rank: of micro-batches in flight, and the largest unit workspace."""
+    ranks, first = run.mesh.pipe, stretches[0]  # first: the root's, the input of the first block
     kept = [s.left_bytes for s in stretches if s.unit and not s.backward]
     blocks = -(-len(kept) // ranks) / len(kept)
     under_way = min(ranks - rank, run.micro_batches)

@@ -1,4 +1,4 @@
-"""The engine's schedule as a program of lanes: what each of its moves takes."""
+"""Program of a step: the engine's schedule as timed steps on lanes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from npuzero.planner.timing import lanes
 from npuzero.planner.timing.steady_step import SteadyStep
 
 _FP32 = torch.float32.itemsize
-#: The link of a cluster that each copy goes over.
+#: Link of the cluster for each kind of copy.
 _LINKS = {TO_HOST: "host", TO_DEVICE: "host", TO_DISK: "disk_write", FROM_DISK: "disk_read"}
-#: What an update on the host reads and writes a second, of a rank. Unsourced, an estimate: half of an eighth of two
-#: sockets with eight channels of DDR4-3200 each, 410 GB/s.
+#: Bytes per second that one rank's update on the host reads and writes. Unsourced, an estimate: half of an eighth of
+#: two sockets with eight channels of DDR4-3200 each, 410 GB/s.
 _HOST_BYTES_PER_S = 25e9
-#: Seconds of steps: ``("lane", ...)``, ``("link", ...)``, and of the device's ``("work", ...)``.
+#: Seconds of steps by resource: ``("lane", ...)``, ``("link", ...)``, and on the device ``("work", ...)``.
 Totals = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """Hold the steps of a rank: before the micro-batches that are like each other, of one of these, and after them.
+    """Hold the steps of a rank: before the equal micro-batches, of one of these, and after them.
 
     Attributes:
-        added: by unit, bytes that a backward pass reads and writes to bring its gradients where they are summed.
+        added: by unit, bytes that backward reads and writes to pack or accumulate its gradients.
     """
 
     begin: tuple[lanes.Step, ...]
@@ -75,14 +75,14 @@ class StepProgram:
         return sum_lane_seconds((*self.begin, *self.end)), sum_lane_seconds(self.middle)
 
     def totals(self, micro_batches: int) -> Totals:
-        """Return the seconds of a step of so many micro-batches, waits and contention left out."""
+        """Return the busy seconds of a step with ``micro_batches``, without waits and contention."""
         totals, middle = dict(self._totals[0]), self._totals[1]
         for key, seconds in middle.items():
             totals[key] = totals.get(key, 0.0) + (micro_batches - 2) * seconds
         return totals
 
     def steps(self, micro_batches: int) -> tuple[lanes.Step, ...]:
-        """Return the steps with so many micro-batches: one alone, or two and more."""
+        """Return the steps for ``micro_batches``: exactly one, or any number from two on."""
         middle = (lanes.RepeatSteps(micro_batches - 2, self.middle),) if self.middle else ()
         return (*self.begin, *middle, *self.end)
 
@@ -92,7 +92,7 @@ def _has_compute(repeat: RepeatMoves) -> bool:
 
 
 def _precedes_update(move: Move) -> bool:
-    """Tell whether the update comes after ``move``: the last such one is the last of the gradients."""
+    """Tell whether the update comes after ``move``; the last such move completes the gradients."""
     if isinstance(move, StartCollective):
         return move.collective.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
     if isinstance(move, WaitCollective):
@@ -102,7 +102,7 @@ def _precedes_update(move: Move) -> bool:
 
 @dataclass
 class _ProgramWriter:
-    """Write moves as steps of lanes, with how long each takes."""
+    """Convert moves to steps of lanes with durations."""
 
     cluster: Cluster
     mesh: MeshShape
@@ -112,7 +112,7 @@ class _ProgramWriter:
     _known: dict[tuple[CollectivePurpose, str, Axes, int], tuple[str, str, float, float]] = field(default_factory=dict)
 
     def steps(self, moves: Iterable[Move]) -> list[lanes.Step]:
-        """Return the steps of ``moves``; what takes no time is left out."""
+        """Return the steps of ``moves``, without those that take no time."""
         steps: list[lanes.Step] = []
         for move in moves:
             if isinstance(move, StartCollective):
@@ -136,9 +136,7 @@ class _ProgramWriter:
         return steps
 
     def update(self) -> list[lanes.Step]:
-        """Return the update of what is near, and where what is far is settled before the step ends, that of the last
-        step.
-        """
+        """Return the update of states on the device; a lag first waits for the last step's offloaded update."""
         nbytes = sum(
             count * kind.near * update_bytes(kind.plan.precision, kind.dtype, self.step.moments, self.step.clip)
             for unit in self.units
@@ -149,7 +147,7 @@ class _ProgramWriter:
         return [*settled, *([lanes.DeviceWork("update", elementwise_s(device, nbytes))] if nbytes else [])]
 
     def added(self) -> tuple[float, ...]:
-        """Return by unit the bytes that bring a pass's gradients where they are sent from, or added up."""
+        """Return by unit the bytes read and written to pack a pass's gradients for sending, or to accumulate them."""
         return tuple(
             sum(
                 count * kind.numel * (kind.dtype.itemsize + (kind.wire.itemsize if kind.scattered else 2 * _FP32))
@@ -160,7 +158,7 @@ class _ProgramWriter:
 
     @cached_property
     def _rounded(self) -> list[float]:
-        """Return by unit the bytes that one launch reads and writes where sums are rounded to be sent."""
+        """Return by unit the bytes that one launch reads and writes to round sums for sending."""
         return [
             sum(
                 count * kind.shard(kind.plan.gradients) * (_FP32 + kind.wire.itemsize)
@@ -173,7 +171,7 @@ class _ProgramWriter:
 
     @cached_property
     def _settled(self) -> list[tuple[lanes.Step, ...]]:
-        """Return by unit what its forward waits for: the update of what is far, up to its own."""
+        """Return by unit the wait of its forward: for the offloaded update of its own and all earlier units."""
         beside = self.step.overlaps_parameters and not self.plan.lag
         numel, settled = 0, list[tuple[lanes.Step, ...]]()
         for unit in self.units:
@@ -183,7 +181,7 @@ class _ProgramWriter:
         return settled
 
     def _start(self, collective: PlannedCollective, count: int, steps: list[lanes.Step]) -> None:
-        """Add ``count`` collectives to the steps, and the device's work beside them; those in a row are one."""
+        """Append ``count`` collectives, and their work on the device; adjacent equal ones are merged."""
         alike = collective.purpose, collective.verb, collective.axes, collective.nbytes
         if alike not in self._known:
             self._known[alike] = self._sent(collective)
@@ -200,7 +198,7 @@ class _ProgramWriter:
             )
 
     def _sent(self, collective: PlannedCollective) -> tuple[str, str, float, float]:
-        """Return the lane, the link and the seconds of a collective, and those of the device's work beside it."""
+        """Return the lane, link and seconds of a collective, and the seconds of its work on the device."""
         axes, channel = collective.axes, collective.purpose.channel
         everywhere = channel == "control" or collective.size >= self.mesh.data
         lane = channel if everywhere else f"{channel} over {'+'.join(self.mesh.sizes(axes))}"
@@ -209,8 +207,9 @@ class _ProgramWriter:
         return lane, find_link_name(self.cluster, self.mesh, axes), seconds, beside_s
 
     def _received(self, collective: PlannedCollective) -> float:
-        """Return the bytes that a rank reads and writes beside a collective: codes of a thin wire, and what they stand
-        for; sums that are added to what is there.
+        """Return the bytes that a rank reads and writes for a collective in addition to sending.
+
+        These are quantization and dequantization, and the addition of received sums.
         """
         precision = self.plan.precision
         if collective.verb == "all_to_all":
@@ -235,7 +234,7 @@ class _ProgramWriter:
         return way.latency_s + nbytes / way.bytes_per_s
 
     def _chunks(self, repeat: RepeatMoves) -> lanes.ChunkPipeline | None:
-        """Return the update of equal chunks; None: it repeats something else."""
+        """Return the update of equal chunks; None if ``repeat`` repeats something else."""
         numel = sum(move.numel for move in repeat.moves if isinstance(move, HostUpdate))
         if not numel:
             return None
@@ -249,13 +248,13 @@ class _ProgramWriter:
         return lanes.ChunkPipeline(repeat.times, RING_SLOTS, tuple(stages), numel)
 
     def _far_update_s(self, kind: FlatKind, numel: int) -> float:
-        """Return the seconds of the update of elements that are on the host, by it or by the device from there."""
+        """Return the seconds to update offloaded elements, on the host or by the device over the host link."""
         nbytes = numel * update_bytes(kind.plan.precision, kind.dtype, self.step.moments, clip=False)
         return nbytes / (self.cluster.links["host"].bytes_per_s if self.step.on_device else _HOST_BYTES_PER_S)
 
 
 def _collective_key(purpose: CollectivePurpose, unit: int) -> int:
-    """Return a number by which collectives of a unit and purpose are awaited."""
+    """Return the key that identifies collectives of a unit and purpose."""
     return _COUNT * unit + _PURPOSES[purpose]
 
 
@@ -264,12 +263,12 @@ _COUNT = len(_PURPOSES)
 
 
 def unit_name(index: int) -> str:
-    """Return what spans call a unit."""
+    """Return the name of a unit in spans."""
     return f"blocks.{index - 1}" if index else "root"
 
 
 def sum_lane_seconds(steps: Iterable[lanes.Step]) -> Totals:
-    """Return the seconds of steps by what they keep busy; those of acts are in nobody's books here."""
+    """Return the seconds of steps by resource; unit passes are not included."""
     totals: Totals = defaultdict(float)
     for step in steps:
         if isinstance(step, lanes.RepeatSteps):

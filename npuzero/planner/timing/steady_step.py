@@ -1,4 +1,4 @@
-"""The steady step of a model under a plan: flats and moves, which memory, bytes and time are all read from."""
+"""Steady step of a model under a plan: flat parameters and moves, the source of memory, bytes and time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from npuzero.plan.table.step_moves import Move
 from npuzero.planner.models import ModelShape
 from npuzero.shard.build import build_steady_step
 
-#: Micro-batches of a step that stands for all with several: the first, one of those that are alike, and the last.
+#: Micro-batches of the representative step for several: the first, one of the equal middle ones, and the last.
 _PASSES = 3
 
 
 def count_modelled_passes(micro_batches: int) -> int:
-    """Return the micro-batches of the step that stands for one with so many."""
+    """Return the number of micro-batches of the step that represents one with ``micro_batches``."""
     return 1 if micro_batches == 1 else _PASSES
 
 
 @dataclass(frozen=True)
 class SteadyStep:
-    """Hold one rank's step of one micro-batch, or one that stands for all with several.
+    """Hold one rank's step with one micro-batch, or the representative step for several.
 
     Attributes:
-        flats, plan, mesh, step: what it is a step of, and how that is run.
-        moves: in their order.
+        flats, plan, mesh, step: flat parameters, plan, mesh sizes and settings of the step.
+        moves: its moves in order.
     """
 
     flats: Sequence[FlatSize]
@@ -40,7 +40,7 @@ class SteadyStep:
 
     @property
     def report(self) -> Report:
-        """Return what the rank holds and sends; what it holds is the same with any number of several micro-batches."""
+        """Return the bytes held and sent; held bytes are the same for every number of micro-batches above one."""
         return build_report(self.plan, self.flats, self.mesh, self.step.moments, self.moves)
 
 
@@ -48,10 +48,10 @@ class SteadyStep:
 def get_steady_step(
     model: ModelShape, plan: Plan, mesh: MeshShape, settings: Settings, passes: int, clip: bool
 ) -> SteadyStep:
-    """Return the step of a rank that has all of ``model``, kept for whoever asks next.
+    """Return the step of a rank that has all of ``model``; the last few results are cached.
 
     Args:
-        passes: :func:`count_modelled_passes` its micro-batches.
+        passes: micro-batches, as :func:`count_modelled_passes` returns them.
     """
     flats, step = build_steady_step(
         model.units, plan, mesh, settings, spans=model.spans, micro_batches=passes, clip=clip
