@@ -1,9 +1,14 @@
-"""Checkpoints that any plan on any number of ranks can load, and torch.distributed.checkpoint too.
+"""Save and load checkpoints that any plan on any number of ranks, and torch.distributed.checkpoint, can read.
 
-A row of docs/checkpoints.md each: what is on disk, how to resume, what is exchanged with torch.
+In: a sharded model, its optimizer, and optional scheduler, scaler, data position and RNG states.
+Out: a folder ``step-N`` in DCP's format with a manifest of checksums. docs/checkpoints.md describes the format,
+resuming and exchange with torch.
 
-What is here is imported when it is first asked for: it needs torch.distributed.checkpoint, which takes longer to import
-than all of npuzero.
+Read first: ``public.py`` (the API), ``saving.py`` (the protocol of a save), ``layout/parts.py`` (the tensors of a
+checkpoint and the rank that writes each part).
+
+Names are imported on first access: they need torch.distributed.checkpoint, which takes longer to import than all of
+npuzero.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Loading: every rank reads the elements it keeps, whoever wrote them and however they were sharded."""
+"""Load checkpoints: every rank reads the elements that it keeps, however the writers were sharded."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _DO = "Load a checkpoint of the same model, with the same kind of optimizer and 
 
 
 class CheckpointKeys:
-    """Find which keys of a checkpoint are whose, whatever they begin with: torch's users choose that.
+    """Find the keys of a model and its optimizer in a checkpoint, under any prefix: torch's users choose prefixes.
 
     Attributes:
         parameters: key by name, for parameters and buffers.
         states: for each parameter's name the keys of its optimizer states, by name.
-        groups: for each of the optimizer's groups, the saved options of the group that it matches; {} without one.
-        regrouped: whether the groups are others than the saved ones, or in another order.
-        notice: what of the optimizer does not go on as it was saved, to warn of; "" where all of it does.
+        groups: for each of the optimizer's groups the saved options of the group that it matches; {} without one.
+        regrouped: whether the groups differ from the saved ones, or are in another order.
+        notice: a warning about optimizer states that are not restored; "" if all are.
     """
 
     def __init__(
         self, source: CheckpointReader, model: nn.Module, optimizer: CutOptimizer | None, shares: Sequence[StageShare]
     ) -> None:
-        """Find them; ``shares``: what the stages of a pipeline have, this one among them.
+        """Find all keys; ``shares``: the names in each stage of a pipeline, this one included.
 
         Raises:
-            CheckpointError: something is missing, or not known to the model or optimizer.
+            CheckpointError: a key is missing, or the model or optimizer does not know it.
         """
         self._source = source
         self._shares = shares
@@ -68,9 +68,9 @@ class CheckpointKeys:
         keys = self._source.tensors
         everywhere = {name for share in self._shares for name in share.names}
         if not named:
-            return {}  # a stage of nothing
-        # Others may have saved the model under another name than ours. What stands before the names of any one of its
-        # tensors may be that; it is, if all of its tensors have it, by one of their names each.
+            return {}  # a stage without parameters and buffers
+        # The checkpoint may have the model under another prefix. Take the keys that end with the name of one tensor for
+        # candidates: a prefix is right if all tensors have it, each under any of its names.
         some = next(iter(named))
         tied = aliases[id(named[some])]
         prefixes = {key[: len(key) - len(name)] for name in tied for key in keys if key.endswith(name)}
@@ -116,13 +116,13 @@ class CheckpointKeys:
             self.states[name] = found.get(saved, {})
 
     def _find_groups(self, prefix: str, own: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Return the options of each group; and by which name or number each parameter was saved."""
+        """Fill ``groups`` with the options of each group; return the saved name or number of each parameter."""
         options: dict[str, dict[str, str]] = defaultdict(dict)
         for key in self._source.tensors:
             if key.startswith(prefix):
                 owner, _, option = key.removeprefix(prefix).rpartition(".")
                 options[owner][option] = key
-        if not any("params" in group for group in options.values()):  # flattened: options by parameter
+        if not any("params" in group for group in options.values()):  # DCP's flattened form: options by parameter
             if any(name not in options for names in own for name in names):
                 raise self._misfit("options for every parameter of the optimizer", f"those of {sorted(options)[:5]}")
             self.groups = [self._read(options[names[0]]) if names else {} for names in own]
@@ -133,8 +133,9 @@ class CheckpointKeys:
         return self._match_numbers(saved, own)
 
     def _match_names(self, saved: Sequence[dict[str, Any]], own: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Match groups by the parameters that the optimizer has both then and now; a group without a match keeps its
-        own options.
+        """Match groups by the parameters that both the checkpoint and the optimizer have.
+
+        A group without a match keeps its options.
         """
         then = [{*group["params"]} for group in saved]
         before, now = set().union(*then), {name for names in own for name in names}
@@ -143,6 +144,8 @@ class CheckpointKeys:
             raise self._misfit(
                 "states of parameters of the optimizer", describe_differing_names(sorted(now), sorted(before))
             )
+        # A saved group matches if it has the same common parameters. Each is matched once; an empty group matches only
+        # an empty one.
         rest, order = [*range(len(saved))], []
         for names in own:
             kept = common.intersection(names)
@@ -155,7 +158,7 @@ class CheckpointKeys:
         return {name: name for name in common}
 
     def _match_numbers(self, saved: list[dict[str, Any]], own: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Match groups by their sizes: plain torch saves numbers of parameters."""
+        """Match groups by size: plain torch saves parameters by number."""
         if len(self._shares) > 1:
             raise self._misfit("parameters of groups by name, over the stages of a pipeline", "numbers of them")
         ids: dict[str, str] = {}
@@ -178,7 +181,7 @@ class CheckpointKeys:
 
 
 def _format_notice(order: Sequence[int | None], left_out: Sequence[str], new: Sequence[str]) -> str:
-    """Say what of the optimizer does not go on as it was saved; "" where all of it does.
+    """Format a warning about optimizer states that are not restored; "" if all are.
 
     Args:
         order: for each of the optimizer's groups, the saved group that it matches.
@@ -196,7 +199,7 @@ def _format_notice(order: Sequence[int | None], left_out: Sequence[str], new: Se
 
 
 class CheckpointLoader:
-    """Load once, as one rank does it."""
+    """Load one checkpoint into a model and an optimizer, as one rank."""
 
     def __init__(
         self,
@@ -212,13 +215,14 @@ class CheckpointLoader:
         self._optimizer = optimizer
         self._names = CheckpointKeys(source, model, optimizer, shares)
         self._tiles = find_tile_rows(model)
-        self._idle: list[Tensor] = []  # buffers of ranges that have been written, since fresh pages take long
+        self._idle: list[Tensor] = []  # buffers for reuse: fresh pages are slow
         for part in parts.model_parts(model, engine):
             for cut in part.cuts:
                 self._check(self._names.parameters[str(cut.paths[0][1])], cut.shape)
 
     def load(self) -> None:
-        """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
+        """Load masters, frozen parameters, buffers and optimizer states. Parameters follow from the masters by R4."""
+        # All checks come before the first write, so that a misfit leaves the model as it was.
         if self._optimizer is not None:
             saved = {name for state in self._names.states.values() for name in state}
             self._optimizer.check_rule(saved, self._names.groups)
@@ -240,7 +244,7 @@ class CheckpointLoader:
                 self._load_states(flat)
 
     def load_scheduler(self, scheduler: Any) -> None:
-        """Load a scheduler's state; with its rates by group, where the optimizer's groups are not those saved."""
+        """Load a scheduler's state; take its rates from the optimizer's groups if these differ from the saved ones."""
         scheduler.load_state_dict(read_shared_state(self._source, "scheduler"))
         if self._names.regrouped:
             _sync_scheduler_rates(scheduler)
@@ -256,10 +260,10 @@ class CheckpointLoader:
         dtype: torch.dtype,
         write: Callable[[str, slice, Tensor], None],
     ) -> None:
-        """Read a shard, range after range.
+        """Read a shard, range by range.
 
         Args:
-            stored: by name of what is read, where it is stored.
+            stored: the places of each tensor's pieces, by its name.
             write: takes a name, a range of the shard, and values.
         """
         begin, end = shard
@@ -319,7 +323,7 @@ class CheckpointLoader:
 
 
 def _sync_scheduler_rates(scheduler: Any) -> None:
-    """Have a scheduler, and those it is made of, continue from the rates that the optimizer's groups have now."""
+    """Set the base and last rates of a scheduler, and of its parts, to the rates of the optimizer's groups."""
     for part in getattr(scheduler, "_schedulers", ()):
         _sync_scheduler_rates(part)
     if hasattr(scheduler, "base_lrs"):
@@ -330,12 +334,12 @@ def _sync_scheduler_rates(scheduler: Any) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold what a load gives beside what it writes into.
+    """Hold the results of a load.
 
     Attributes:
         path: the checkpoint.
-        step: after which it was saved; None where whoever wrote it did not say.
-        extra: what its user added; None: nothing.
+        step: number of optimizer steps at the save; None if the checkpoint has no step.
+        extra: the ``extra`` that was saved; None without one.
     """
 
     path: Path
@@ -344,14 +348,14 @@ class Loaded:
 
 
 def read_shared_state(source: CheckpointReader, name: str) -> Any:
-    """Return what was saved as ``name`` for all ranks.
+    """Return the value that was saved as ``name`` for all ranks.
 
     Raises:
-        CheckpointError: nothing was.
+        CheckpointError: no value was saved.
     """
     if name in source.tensors:
         return source.read_object(name)
-    found: dict[str, Any] = {}  # torch takes mappings apart and joins their keys
+    found: dict[str, Any] = {}  # torch flattens mappings and joins their keys with dots
     for key in source.tensors:
         if key.startswith(f"{name}."):
             place = found
@@ -371,11 +375,13 @@ def _missing_state_error(source: CheckpointReader, name: str) -> CheckpointError
 
 
 def read_rank_states(source: CheckpointReader, name: str, rank: int, world: int) -> list[Any]:
-    """Return what ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike;
-    else all. Of positions in the data count those of ranks that read data of their own: ``rank`` of ``world`` such.
+    """Return the saved values of ``name``: this rank's, if as many ranks saved it or all values are equal; else all.
+
+    Args:
+        rank, world: among all ranks; for "data", among the ranks that read different data.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: no value was saved.
     """
     facts: dict[str, Any] = {"world": world, "alike": []} if source.manifest is None else source.manifest.content
     saved = range(int(facts["world"]))
@@ -389,7 +395,7 @@ def read_rank_states(source: CheckpointReader, name: str, rank: int, world: int)
 
 
 def restore_rng(source: CheckpointReader, rank: int, world: int, device: torch.device) -> None:
-    """Let random numbers go on where they were; ranks beyond those saved get numbers of their own."""
+    """Restore the random number generators; ranks beyond the saved ones derive seeds from a saved state."""
     states = read_rank_states(source, "rng", rank, world)
     turn, mine = divmod(rank if len(states) > 1 else 0, len(states))
     if turn:
@@ -399,10 +405,11 @@ def restore_rng(source: CheckpointReader, rank: int, world: int, device: torch.d
 
 
 def restore_data(source: CheckpointReader, data: Any, rank: int, world: int) -> None:
-    """Let a data position go on where it was.
+    """Restore a data position.
 
     Raises:
-        CheckpointError: other ranks had other positions, and ``data`` cannot take those of all.
+        CheckpointError: the saved positions differ and their number is not ``world``, and ``data`` has no
+            ``load_state_dicts``.
     """
     states = read_rank_states(source, "data", rank, world)
     if len(states) == 1:

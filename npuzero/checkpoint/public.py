@@ -1,4 +1,4 @@
-"""What a training program calls: save, load, latest, verify, and a Checkpointer that does it every so many steps."""
+"""Provide the checkpoint API: save, load, latest, verify, and a Checkpointer that saves every N steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuzero.arguments import as_path, check_count, check_flag
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint import loading
 from npuzero.checkpoint import rng as generators
-from npuzero.checkpoint.cut import CutTensor as CutTensor  # here the package finds all that it offers
+from npuzero.checkpoint.cut import CutTensor as CutTensor  # re-exported for the package's __getattr__
 from npuzero.checkpoint.cut import load_state_dict as load_state_dict
 from npuzero.checkpoint.cut import state_dict as state_dict
 from npuzero.checkpoint.formats import item_files as files
@@ -37,13 +37,13 @@ PathLike = str | os.PathLike[str]
 
 
 class Stateful(Protocol):
-    """Stand for a scheduler, loss scaler or data loader: anything that gives and takes its state."""
+    """Describe a scheduler, loss scaler or data loader: any object with a state dict."""
 
     def state_dict(self) -> Any:
-        """Return tensors, numbers, texts, and containers of them."""
+        """Return tensors, numbers, strings, and containers of these."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take what ``state_dict`` gave."""
+        """Load a state that ``state_dict`` returned."""
 
 
 @refuse_unknown_keywords(async_save="asynchronous")
@@ -65,29 +65,31 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
 ) -> Saving:
     """Write the checkpoint ``folder/step-<step>``, which any plan on any number of ranks can load. Collective.
 
-    It appears under its name when it is complete and durable on all ranks; if anything fails before, the last one
-    stays the last. ``torch.distributed.checkpoint`` reads it.
+    The folder gets this name when it is complete and durable on all ranks. If anything fails earlier, the previous
+    checkpoint stays the latest. ``torch.distributed.checkpoint`` can read it.
 
     Args:
-        folder: of the run, the same for all ranks, in a file system that their hosts share.
+        folder: of the run, the same for all ranks, on a file system that their hosts share.
         model: made by :func:`npuzero.zero`.
         optimizer: an npuzero optimizer over its parameters.
-        step: optimizer steps taken.
-        scheduler, scaler: their state is rank 0's.
-        data: the position in the data, one for each rank with data of its own.
-        rng: whether to keep the random number generators, each rank's own.
-        extra: whatever else, rank 0's.
-        keep_last: remove all complete checkpoints but the last so many, once this one is complete; None keeps all.
-        asynchronous: return once what lies in memory is copied to host memory; a thread writes it while training goes
-            on. What lies on a disk is kept there: training writes elsewhere until it has been read. What goes wrong
-            then is raised by ``wait()`` and by the next save or load of this model.
+        step: number of optimizer steps taken.
+        scheduler, scaler: rank 0's state is saved.
+        data: the position in the data, one for each rank that reads its own data.
+        rng: whether to save the random number generators of each rank.
+        extra: any further value; rank 0's is saved.
+        keep_last: number of complete checkpoints to keep once this one is complete; older ones are removed. None keeps
+            all.
+        asynchronous: return once tensors in memory are copied to host memory; a thread writes them while training
+            continues. States on NVMe are not copied: training writes to other extents until the thread has read them.
+            Later errors are raised by ``wait()`` and by the next save or load of this model.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write its part or passes other parts than the others, or another
+        CheckpointError: on every rank, if one cannot write its part or passes other parts than rank 0, or if another
             job is saving into the folder.
-        StateError: on every rank: tensor ranks hold different values of a parameter that they should hold alike.
-        OutOfSpace: ``asynchronous``, and a disk has no room for what training writes meanwhile; training may go on.
-        ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
+        StateError: on every rank: tensor ranks hold different values of a replicated parameter.
+        OutOfSpace: ``asynchronous``, and a disk has no room for the extents that training writes during the save;
+            training can continue.
+        ConfigError: ``step`` or ``keep_last`` is out of range, or the optimizer belongs to another model.
 
     Example::
 
@@ -103,6 +105,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     run = as_path("save: folder", folder)
     check_replicated(engine, f"save {run}", CHANNEL)
     job = SaveJob(run, step, keep_last, StageShare([], [], {}, None, []))
+    # A local error must not leave the remaining ranks waiting: it goes to the saver, which exchanges it first.
     problem: Exception | None = None
     try:
         cut_optimizer = parts.get_cut_optimizer(model, optimizer)
@@ -149,26 +152,27 @@ def load(
     data: Stateful | None = None,
     rng: bool = True,
 ) -> Loaded:
-    """Go on from a checkpoint, whatever plan, precision and number of ranks wrote it. Collective.
+    """Resume from a checkpoint that any plan, precision and number of ranks wrote. Collective.
 
-    Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of a model and its optimizer (FSDP2
-    and plain torch). Nothing in a checkpoint is run, and nothing of ours is used before its checksum was verified.
+    Reads checkpoints of :func:`save`, and those of a model and its optimizer that ``torch.distributed.checkpoint``
+    wrote (FSDP2 and plain torch). No code in a checkpoint is run. Data that npuzero wrote is used only after its
+    checksum is verified.
 
     Args:
-        folder: a checkpoint, or the folder of a run, of which the last complete one is taken.
+        folder: a checkpoint, or the folder of a run, for its latest complete checkpoint.
         model, optimizer: as for :func:`save`; without an optimizer only the weights are read.
-        scheduler, scaler: they get the state that was saved for them.
-        data: gets this rank's position. Where another number of ranks had positions that differ, its
-            ``load_state_dicts(positions)`` gets those of all.
-        rng: whether random numbers go on, where the checkpoint has them. Ranks beyond those that were saved get
-            numbers of their own.
+        scheduler, scaler: load the state that was saved for them.
+        data: loads this rank's position. If another number of ranks saved positions that differ, its
+            ``load_state_dicts(positions)`` gets all positions.
+        rng: whether to restore the random number generators, if the checkpoint has them. Ranks beyond the saved number
+            get generators seeded from a saved state.
 
     Returns:
-        The checkpoint, its step, and what was saved as ``extra``.
+        The checkpoint, its step, and the ``extra`` that was saved.
 
     Raises:
-        CheckpointError: on every rank: there is none, it is damaged, or it does not fit. If it is found to be damaged
-            while it is read, the model has a part of it, and is refused until another load, as complete, succeeds.
+        CheckpointError: on every rank: no checkpoint is found, it is damaged, or it does not fit. If damage is found
+            during reading, the model is partly loaded and refuses to run until another load, as complete, succeeds.
         StateError: on every rank: the model is incomplete for another reason.
 
     Example::
@@ -177,6 +181,8 @@ def load(
         loaded = npuzero.checkpoint.load("run", model, optimizer)
         print(loaded.step)
     """
+    # Three agreements: the path, the fit of names and shapes before the model changes, and the end of the reads. A
+    # rank's error travels in the next one, so that all ranks raise.
     engine = engine_of(model)
     get_saver(engine).finish()
     world = engine.mesh.world
@@ -216,7 +222,7 @@ def load(
 
 
 def latest(folder: PathLike) -> Path | None:
-    """Return the last complete checkpoint in the folder of a run; None where there is none.
+    """Return the latest complete checkpoint in the folder of a run; None if it has none.
 
     Example::
 
@@ -227,7 +233,7 @@ def latest(folder: PathLike) -> Path | None:
 
 
 def verify(folder: PathLike) -> None:
-    """Read all of a checkpoint, or of the last one of a run. Not collective; needs no model.
+    """Read all of a checkpoint, or of the latest one of a run, and verify it. Not collective; needs no model.
 
     Raises:
         CheckpointError: it is damaged; names the file and the item.
@@ -241,15 +247,15 @@ def verify(folder: PathLike) -> None:
 
 
 class Checkpointer:
-    """Save every so many steps, and resume from the last save.
+    """Save every N steps, and resume from the latest save.
 
     Args:
         folder: of the run.
         every: steps between saves.
         keep_last, asynchronous: as for :func:`save`.
-        kept: what to save and load: ``model``, and any of ``optimizer``, ``scheduler``, ``scaler``, ``data``.
+        kept: objects to save and load: ``model``, and any of ``optimizer``, ``scheduler``, ``scaler``, ``data``.
 
-    Use it in a ``with`` block, at whose end the last save is complete.
+    Use it in a ``with`` block: at its end the last save is complete.
 
     Example::
 
@@ -278,7 +284,7 @@ class Checkpointer:
 
     @collective_call("Checkpointer.resume")
     def resume(self) -> int:
-        """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
+        """Load the latest complete checkpoint, if any, and return its step; 0 without one. Collective."""
         world = engine_of(self._kept["model"]).mesh.world
         found = False
         problem: Exception | None = None
@@ -290,16 +296,16 @@ class Checkpointer:
         return (load(self._folder, **self._kept).step or 0) if there else 0
 
     def after(self, step: int, *, extra: Any = None) -> None:
-        """Save, if ``step`` is one of those. Collective.
+        """Save if ``step`` is a multiple of ``every``. Collective.
 
         Raises:
-            CheckpointError: this save failed, or the one before, which ran beside training.
+            CheckpointError: this save failed, or the previous asynchronous one.
         """
         if step % self._every == 0:
             self._last = save(self._folder, **self._kept, **self._options, step=step, extra=extra)
 
     def close(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save in progress.
 
         Raises:
             CheckpointError: it failed.
@@ -318,8 +324,9 @@ class Checkpointer:
 def _agree_on_path(
     folder: Path, engine: Engine, problem: Exception | None, share: dict[str, Any] | None
 ) -> tuple[Path, list[StageShare]]:
-    """Return the checkpoint that rank 0 finds: others may see another one that is just becoming complete; and what each
-    stage has. Collective.
+    """Return the checkpoint that rank 0 finds, and the share of each stage. Collective.
+
+    Rank 0 decides for all: a checkpoint may become complete between two ranks' listings.
     """
     world, name = engine.mesh.world, ""
     try:
@@ -332,7 +339,7 @@ def _agree_on_path(
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """Return ``folder`` itself if it is a checkpoint, else its last complete one.
+    """Return ``folder`` itself if it is a checkpoint, else its latest complete one.
 
     Raises:
         CheckpointError: it is neither, or cannot be read.

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its part, and rank 0 gives the whole its name once all have."""
+"""Save checkpoints: every rank writes its part, then rank 0 renames the folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from npuzero.shard.engine import Engine
 from npuzero.shard.parameters import across_stages as everyone
 from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 
-#: Saves talk to each other apart from training, since they may run beside it.
+#: Channel of saves, separate from training's: both may run at the same time.
 CHANNEL = "checkpoint"
 
 
@@ -54,13 +54,13 @@ class SaveJob:
 
     Attributes:
         parts: the sharded tensors.
-        entries: what is the same on all ranks; rank 0 writes it. Of a pipeline what is the same on those of a stage.
-        shared: what is the same on the ranks of all stages.
-        share: what this stage tells the others.
+        entries: values that are the same on all ranks of a stage; its first rank writes them.
+        shared: values that are the same on all ranks of all stages; rank 0 writes them.
+        share: this stage's names, sent to the remaining stages.
         groups: of the optimizer.
-        own: what each rank has for itself, by name.
+        own: values of each rank, by name.
         facts: for the manifest.
-        keep_last: complete checkpoints to keep; None: all.
+        keep_last: number of complete checkpoints to keep; None: all.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ class SaveJob:
         return self.folder / folders.step_folder_name(self.step)
 
     def outline(self) -> dict[str, str]:
-        """Return, by the name of each part that all ranks give, a digest of what it consists of; no values."""
+        """Return a digest of the structure of each part, by its name; values are not included."""
         found: dict[str, list[object]] = defaultdict(list)
         for part in self.parts:
             layout = part.flat.layout.numel, part.rest.group.axes, str(part.dtype)
@@ -97,7 +97,9 @@ class SaveJob:
         return {name: f"{zlib.crc32(repr(facts).encode()):08x}" for name, facts in sorted(found.items())}
 
     def written_by(self, rank: int, shape: MeshShape, shares: Sequence[StageShare]) -> list[UnshardedEntry]:
-        """Return what ``rank`` writes beside sharded tensors; ``shares``: of all stages, in their order."""
+        """Return the unsharded entries that ``rank`` writes; ``shares``: of all stages, in their order."""
+        # The first rank of a stage writes. An entry of several stages (tied parameters) belongs to the first of these
+        # stages, and the options of the optimizer to the first stage that has an optimizer.
         stage = shape.index((PIPE,), rank)
         if shape.index(STAGE, rank):
             return []
@@ -114,7 +116,7 @@ class SaveJob:
 
 
 class Saving:
-    """Follow a save that may still be under way.
+    """Represent a save that may still be in progress.
 
     Attributes:
         path: the checkpoint, once it is complete.
@@ -126,14 +128,14 @@ class Saving:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Tell whether it has ended, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete; return its path.
 
         Raises:
-            CheckpointError: some rank could not write its part; there is no such checkpoint then.
+            CheckpointError: some rank could not write its part; no checkpoint of this step exists then.
             CollectiveError: some rank is gone.
         """
         if self._thread is not None:
@@ -144,7 +146,7 @@ class Saving:
         return self.path
 
     def run(self, work: Callable[[], None], *, beside: bool) -> None:
-        """Do it now, or ``beside`` the caller in a thread, which the interpreter waits for at its end."""
+        """Run ``work`` now, or with ``beside`` in a thread, which the interpreter joins at exit."""
         if not beside:
             work()
             return
@@ -162,20 +164,24 @@ class Saving:
         self._thread.start()
 
 
-#: Saves beside training whose end nobody has heard of.
+#: Asynchronous saves that were not waited for; their errors were not raised.
 _unheard: set[Saving] = set()
 os.register_at_fork(after_in_child=_unheard.clear)  # their threads are the parent's
 
 
 @atexit.register
 def _report_unraised() -> None:
-    """Show what went wrong and was raised nowhere; the interpreter has waited for the threads."""
+    """Raise errors of saves that were not waited for. The interpreter has joined their threads."""
     for saving in list(_unheard):
         saving.wait()
 
 
 class CheckpointSaver:
-    """Hold what saves of one model share: the save under way, and ``copies``, host memory of snapshots."""
+    """Hold the state that all saves of one model share.
+
+    Attributes:
+        copies: host memory of snapshots.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.mesh.world
@@ -185,21 +191,21 @@ class CheckpointSaver:
         self._world.companions.add(self)
 
     def finish(self) -> None:
-        """Wait for the save under way, and raise what went wrong with it."""
+        """Wait for the save in progress, and raise its error."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
     def end(self) -> None:
-        """Wait for the save under way, and raise what went wrong with it if nobody has heard."""
+        """Wait for the save in progress, and raise its error if ``wait()`` has not."""
         if self._last in _unheard:
             self.finish()
 
     def save(self, job: SaveJob, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
-        """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective.
+        """Write the checkpoint, or with ``asynchronous`` take a snapshot and return. Collective.
 
         Args:
-            problem: what keeps this rank from saving, which all are told.
+            problem: an error of this rank, raised on all ranks.
         """
         with contextlib.ExitStack() as undo:
             items = self._items(job.parts, NOW)
@@ -212,7 +218,7 @@ class CheckpointSaver:
                     except Exception as error:
                         problem = error
             place = begin_checkpoint(self._world, self._shape, job, problem)
-            # Now, as with tensors: buffers, schedules and options change as training goes on.
+            # Encode now, as tensors are copied now: training changes buffers, schedules and options.
             objects = place.encode(job, self._world.rank, self._shape)
             done = undo.pop_all().close
 
@@ -227,7 +233,7 @@ class CheckpointSaver:
         return saving
 
     def _items(self, parts: Sequence[SavedPart], snapshot: StateSnapshot) -> Iterator[tuple[SavedBox, Later]]:
-        """Yield what this rank writes, and how to have its elements."""
+        """Yield the boxes that this rank writes, each with a function that returns its elements."""
         for part in parts:
             for item in part.items(self._world.rank, self._shape):
                 own = slice(*(at - part.rest.begin for at in item.site.range))
@@ -235,7 +241,7 @@ class CheckpointSaver:
 
 
 def get_saver(engine: Engine) -> CheckpointSaver:
-    """Return the saver of a model, made at its first save."""
+    """Return the saver of a model; the first call makes it."""
     return _savers.setdefault(engine, CheckpointSaver(engine))
 
 
@@ -243,8 +249,9 @@ _savers: weakref.WeakKeyDictionary[Engine, CheckpointSaver] = weakref.WeakKeyDic
 
 
 def agree_on_save(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """Exchange what every rank says, see :func:`npuzero.shard.parameters.across_stages.exchange_or_raise`, on the
-    channel of saves.
+    """Exchange a value of every rank on the channel of saves.
+
+    See :func:`npuzero.shard.parameters.across_stages.exchange_or_raise`.
     """
     return everyone.exchange_or_raise(world, subject, problem, value, CHANNEL)
 
@@ -252,14 +259,14 @@ def agree_on_save(world: World, subject: str, problem: Exception | None, value: 
 def begin_checkpoint(
     world: World, shape: MeshShape, job: SaveJob, problem: Exception | None = None
 ) -> CheckpointWriter:
-    """Begin a fresh folder that every rank sees, for parts that every rank has. Collective.
+    """Create a hidden folder, and check that every rank sees it and saves the same parts. Collective.
 
     Args:
-        problem: what keeps this rank from saving.
+        problem: an error of this rank, raised on all ranks.
 
     Raises:
-        CheckpointError: on every rank: another job is saving into the run's folder; it has this step; it is another
-            folder on some rank; ranks are at different steps, or give different parts.
+        CheckpointError: on every rank: another job is saving into the run's folder, the step was saved before, some
+            rank sees another folder, or ranks are at different steps or pass different parts.
     """
     subject = f"save {job.path}"
     partial: PartialCheckpoint | None = None
@@ -269,7 +276,7 @@ def begin_checkpoint(
     except (CheckpointError, OSError) as error:
         problem = error
     try:
-        # A problem travels too: a rank that raised before would leave the others waiting for what it says.
+        # Send the problem instead of raising it: otherwise the remaining ranks would wait for this one.
         share = None if shape.index(STAGE, world.rank) else asdict(job.share)
         said = agree_on_save(world, subject, problem, [job.step, partial and partial.path.name, share, job.outline()])
         path = job.folder / str(said[0][1])
@@ -291,10 +298,16 @@ def begin_checkpoint(
 def _find_save_conflict(
     subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path, ranks: int
 ) -> CheckpointError | None:
-    """Return what keeps the ranks from saving together; ``ranks``: of a stage, which have the same of the model."""
+    """Return why the ranks cannot save together, or None.
+
+    Args:
+        ranks: number of ranks of a stage; all of them have the same parts of the model.
+    """
     if any(step != steps[0] for step in steps):
         do = "Save at the same time on every rank."
         return CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
+    # Ranks of one stage compare model and optimizer with the first rank of the stage, since stages have different
+    # tensors. All remaining parts are compared with rank 0.
     for part in sorted(set().union(*outlines)):
         without = [rank for rank, outline in enumerate(outlines) if part not in outline]
         staged = part.partition(".")[0] in (MODEL, OPTIMIZER)
@@ -313,13 +326,13 @@ def _find_save_conflict(
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Hold what a rank says of what it wrote.
+    """Report the files that a rank wrote.
 
     Attributes:
-        data, table: length and CRC-32 of its files.
-        items: tensors in the data file.
-        signature: of their names and boxes, in order.
-        objects: offset, length and CRC-32 of each object of its own, which follow the tensors.
+        data, table: length and CRC-32 of the data file and of its checksum table.
+        items: number of tensors in the data file.
+        signature: CRC-32 of their names and boxes, in order.
+        objects: offset, length and CRC-32 of each object of the rank; these follow the tensors.
     """
 
     data: tuple[int, int]
@@ -330,12 +343,12 @@ class SaveReport:
 
 
 def _extend_signature(item: SavedBox, signature: int) -> int:
-    """Extend ``signature`` of the items before by ``item``."""
+    """Return ``signature`` extended by ``item``."""
     return zlib.crc32(repr((item.cut.paths, item.box)).encode(), signature)
 
 
 class SavedObjects(NamedTuple):
-    """Hold what a rank writes beside sharded tensors, as bytes: its own, by the order of names, and entries."""
+    """Hold a rank's encoded unsharded objects: its own, in the order of names, and shared entries."""
 
     own: list[bytes]
     shared: list[tuple[UnshardedEntry, bytes]]
@@ -343,8 +356,11 @@ class SavedObjects(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it; ``shares`` of all
-    stages, in their order.
+    """Write a checkpoint into its hidden folder.
+
+    Attributes:
+        partial: the claimed folder, on rank 0 only.
+        shares: of all stages, in their order.
     """
 
     path: Path
@@ -352,8 +368,9 @@ class CheckpointWriter:
     shares: Sequence[StageShare]
 
     def encode(self, job: SaveJob, rank: int, shape: MeshShape) -> SavedObjects | Exception:
-        """Return what ``rank`` writes beside sharded tensors, as it is now; or why it cannot, which all are to be
-        told.
+        """Encode the unsharded objects that ``rank`` writes.
+
+        An error is returned, not raised: :meth:`write` raises it on all ranks.
         """
         try:
             own = [encode_object(name, value) for name, value in job.own.items()]
@@ -370,7 +387,7 @@ class CheckpointWriter:
         world: World,
         shape: MeshShape,
     ) -> None:
-        """Write this rank's file, and on rank 0 what says where everything is. Collective."""
+        """Write this rank's file, and on rank 0 the metadata and the manifest. Collective."""
         try:
             self._write(job, items, objects, world, shape)
         finally:
@@ -385,6 +402,7 @@ class CheckpointWriter:
         world: World,
         shape: MeshShape,
     ) -> None:
+        # Every rank takes part in each agreement, with an error or without: none returns early while others still wait.
         draft = MetadataBuilder()
         report: SaveReport | None = None
         problem: Exception | None = None
@@ -444,7 +462,7 @@ class CheckpointWriter:
     def _draw_up(
         self, job: SaveJob, shape: MeshShape, draft: MetadataBuilder, reports: Sequence[SaveReport], first: int
     ) -> None:
-        """Add to ``draft`` where everything is that the ranks of a stage wrote, as its ``first`` rank knows it."""
+        """Add to ``draft`` the places of all items that a stage's ranks wrote, as its ``first`` rank computes them."""
         here = [part for part in job.parts if part.of_stage(first, shape)]
         for part in here:
             for cut in part.cuts:
@@ -452,7 +470,7 @@ class CheckpointWriter:
         for rank in range(first, first + shape.size(STAGE)):
             report, name = reports[rank], data_file_name(rank)
             offset = count = signature = 0
-            # Nobody sent what lies where: it follows from the parts, and a rank that has others has another signature.
+            # Places are computed from the parts, not sent. A rank with other parts has another signature.
             for item in chain.from_iterable(part.items(rank, shape) for part in here):
                 length = item_bytes(item.nbytes)
                 draft.add_box(item.cut, item.box, name, offset, length)
@@ -470,7 +488,7 @@ class CheckpointWriter:
                 )
 
     def _add(self, draft: MetadataBuilder, stage: int, facts: FileFacts) -> None:
-        """Add to ``draft`` what another stage has drawn up, and take its file away."""
+        """Add another stage's metadata to ``draft``, and remove its file."""
         path = self.path / _stage_metadata_name(stage)
         raw = read_file(path)
         if FileFacts(len(raw), zlib.crc32(raw)) != facts:
@@ -495,11 +513,11 @@ class CheckpointWriter:
         listed[METADATA] = write_durably(self.path / METADATA, draft.dump())
         own = [{tuple(report.objects[i][1:]) for report in reports} for i in range(len(job.own))]
         alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
-        # Tensor ranks read alike, and so do stages.
+        # Tensor ranks read the same data, and so do stages.
         readers = [rank for rank in range(len(reports)) if not shape.index((PIPE, TENSOR), rank)]
         facts = {"step": job.step, "world": len(reports), "readers": readers, "alike": alike, **job.facts}
         write_manifest(self.path, facts, listed)
-        # Before the folder gets the name that says: all of it is there.
+        # Before the rename: a folder with its final name counts as complete.
         _verify_written(self.path, listed)
         path = partial.commit()
         if job.keep_last is not None:
@@ -511,10 +529,11 @@ def _stage_metadata_name(stage: int) -> str:
 
 
 def _verify_written(path: Path, listed: Mapping[str, FileFacts]) -> None:
-    """Compare what is on disk with what was said to be written: no older checkpoint goes for one that cannot be loaded.
+    """Compare the files on disk with the expected lengths and checksums, before an older checkpoint is removed.
 
     Raises:
-        CheckpointError: a file is missing or has another length, or the manifest, an index or a table other content.
+        CheckpointError: a file is missing or has another length, or the manifest, an index or a table has other
+            content.
     """
     manifest = Manifest(path)
     for name in listed:
