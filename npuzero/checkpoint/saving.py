@@ -53,11 +53,9 @@ class SaveJob:
     """Describe one save, as one rank knows it.
 
     Attributes:
-        parts: the sharded tensors.
-        entries: values that are the same on all ranks of a stage; its first rank writes them.
-        shared: values that are the same on all ranks of all stages; rank 0 writes them.
+        entries, shared: values that are the same on all ranks of a stage (its first rank writes them), and on all ranks
+            (rank 0 writes them).
         share: this stage's names, sent to the remaining stages.
-        groups: of the optimizer.
         own: values of each rank, by name.
         facts: for the manifest.
         keep_last: number of complete checkpoints to keep; None: all.
@@ -116,11 +114,7 @@ class SaveJob:
 
 
 class Saving:
-    """Represent a save that may still be in progress.
-
-    Attributes:
-        path: the checkpoint, once it is complete.
-    """
+    """Represent a save that may still be in progress; ``path`` is the checkpoint, once it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,11 +171,7 @@ def _report_unraised() -> None:
 
 
 class CheckpointSaver:
-    """Hold the state that all saves of one model share.
-
-    Attributes:
-        copies: host memory of snapshots.
-    """
+    """Hold the state that all saves of one model share; ``copies`` is the host memory of snapshots."""
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.mesh.world
@@ -202,11 +192,7 @@ class CheckpointSaver:
             self.finish()
 
     def save(self, job: SaveJob, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
-        """Write the checkpoint, or with ``asynchronous`` take a snapshot and return. Collective.
-
-        Args:
-            problem: an error of this rank, raised on all ranks.
-        """
+        """Save, or with ``asynchronous`` copy and return; ``problem``: this rank's error, raised on all. Collective."""
         with contextlib.ExitStack() as undo:
             items = self._items(job.parts, NOW)
             if asynchronous:
@@ -249,10 +235,7 @@ _savers: weakref.WeakKeyDictionary[Engine, CheckpointSaver] = weakref.WeakKeyDic
 
 
 def agree_on_save(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """Exchange a value of every rank on the channel of saves.
-
-    See :func:`npuzero.shard.parameters.across_stages.exchange_or_raise`.
-    """
+    """Exchange a value on the channel of saves: see :mod:`npuzero.shard.parameters.across_stages`."""
     return everyone.exchange_or_raise(world, subject, problem, value, CHANNEL)
 
 
@@ -261,12 +244,9 @@ def begin_checkpoint(
 ) -> CheckpointWriter:
     """Create a hidden folder, and check that every rank sees it and saves the same parts. Collective.
 
-    Args:
-        problem: an error of this rank, raised on all ranks.
-
     Raises:
-        CheckpointError: on every rank: another job is saving into the run's folder, the step was saved before, some
-            rank sees another folder, or ranks are at different steps or pass different parts.
+        CheckpointError: on every rank: one passed a ``problem``, another job is saving into the run's folder, the step
+            was saved before, some rank sees another folder, or ranks are at different steps or pass different parts.
     """
     subject = f"save {job.path}"
     partial: PartialCheckpoint | None = None
@@ -298,11 +278,7 @@ def begin_checkpoint(
 def _find_save_conflict(
     subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path, ranks: int
 ) -> CheckpointError | None:
-    """Return why the ranks cannot save together, or None.
-
-    Args:
-        ranks: number of ranks of a stage; all of them have the same parts of the model.
-    """
+    """Return why the ranks cannot save together, or None; ``ranks``: number of ranks of a stage."""
     if any(step != steps[0] for step in steps):
         do = "Save at the same time on every rank."
         return CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
@@ -328,11 +304,9 @@ def _find_save_conflict(
 class SaveReport:
     """Report the files that a rank wrote.
 
-    Attributes:
-        data, table: length and CRC-32 of the data file and of its checksum table.
-        items: number of tensors in the data file.
-        signature: CRC-32 of their names and boxes, in order.
-        objects: offset, length and CRC-32 of each object of the rank; these follow the tensors.
+    ``data`` and ``table`` are length and CRC-32 of the data file and of its checksum table. The data file has ``items``
+    tensors; ``signature`` is the CRC-32 of their names and boxes, in order. The rank's objects follow, each with
+    offset, length and CRC-32.
     """
 
     data: tuple[int, int]
@@ -356,22 +330,14 @@ class SavedObjects(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Write a checkpoint into its hidden folder.
-
-    Attributes:
-        partial: the claimed folder, on rank 0 only.
-        shares: of all stages, in their order.
-    """
+    """Write a checkpoint into its hidden folder; ``partial`` is set on rank 0, ``shares`` are those of all stages."""
 
     path: Path
     partial: PartialCheckpoint | None
     shares: Sequence[StageShare]
 
     def encode(self, job: SaveJob, rank: int, shape: MeshShape) -> SavedObjects | Exception:
-        """Encode the unsharded objects that ``rank`` writes.
-
-        An error is returned, not raised: :meth:`write` raises it on all ranks.
-        """
+        """Encode the unsharded objects of ``rank``, or return the error, which ``write`` raises on all ranks."""
         try:
             own = [encode_object(name, value) for name, value in job.own.items()]
             shared = job.written_by(rank, shape, self.shares)
@@ -529,7 +495,7 @@ def _stage_metadata_name(stage: int) -> str:
 
 
 def _verify_written(path: Path, listed: Mapping[str, FileFacts]) -> None:
-    """Compare the files on disk with the expected lengths and checksums, before an older checkpoint is removed.
+    """Check the files on disk, before an older checkpoint is removed.
 
     Raises:
         CheckpointError: a file is missing or has another length, or the manifest, an index or a table has other
