@@ -52,13 +52,9 @@ CHANNEL = "checkpoint"
 class SaveJob:
     """Describe one save, as one rank knows it.
 
-    Attributes:
-        entries, shared: values that are the same on all ranks of a stage (its first rank writes them), and on all ranks
-            (rank 0 writes them).
-        share: this stage's names, sent to the remaining stages.
-        own: values of each rank, by name.
-        facts: for the manifest.
-        keep_last: number of complete checkpoints to keep; None: all.
+    ``entries`` are the same on all ranks of a stage, and its first rank writes them; ``shared`` are the same on all
+    ranks, and rank 0 writes them. ``own`` are values of each rank, by name; ``share`` are this stage's names for the
+    remaining stages; ``facts`` go into the manifest. ``keep_last`` None keeps all checkpoints.
     """
 
     folder: Path
@@ -495,12 +491,7 @@ def _stage_metadata_name(stage: int) -> str:
 
 
 def _verify_written(path: Path, listed: Mapping[str, FileFacts]) -> None:
-    """Check the files on disk, before an older checkpoint is removed.
-
-    Raises:
-        CheckpointError: a file is missing or has another length, or the manifest, an index or a table has other
-            content.
-    """
+    """Check the lengths of all files, and the content of manifest, metadata and checksum tables, on disk."""
     manifest = Manifest(path)
     for name in listed:
         if name in (METADATA, checksum_file_name(name)):
