@@ -1,4 +1,4 @@
-"""What a save beside training needs of the state at its call: copies of what lies in memory, and the rest kept."""
+"""Snapshot the state for an asynchronous save: copy tensors in memory, and keep stored parts from being overwritten."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from npuzero.shard.state.snapshot import KeptPart, Later, StateSnapshot
 
-#: Copies lie in blocks of so many bytes, or of as many as one of them has.
+#: Size of a block of copies, unless one copy needs more.
 _BLOCK_BYTES = 64 << 20
 
 
 class SnapshotMemory:
-    """Lend host memory for one snapshot after the other: kept in between, since fresh pages take long.
+    """Lend host memory to one snapshot after another; it is kept between saves, since fresh pages are slow.
 
     Attributes:
         blocks: of bytes.
@@ -26,23 +26,23 @@ class SnapshotMemory:
         self._block = self._used = 0
 
     def rewind(self) -> None:
-        """Begin anew: nobody needs what was copied."""
+        """Start again at the first block; its copies are overwritten."""
         self._block = self._used = 0
 
     def copy(self, values: Tensor) -> Tensor:
-        """Return a copy."""
+        """Return a copy in a block."""
         while self._block < len(self.blocks) and self._used + values.nbytes > self.blocks[self._block].numel():
             self._block, self._used = self._block + 1, 0
         if self._block == len(self.blocks):
             nbytes = max(values.nbytes, _BLOCK_BYTES)
             self.blocks.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
         memory = self.blocks[self._block][self._used : self._used + values.nbytes]
-        self._used += -(-values.nbytes // 64) * 64  # so that what follows may be of any dtype
+        self._used += -(-values.nbytes // 64) * 64  # aligned for a copy of any dtype
         return memory.view(values.dtype).copy_(values)
 
 
 class BackgroundSnapshot(StateSnapshot):
-    """Take a snapshot: copy what lies in memory, keep where it is what lies on a disk, until all is released."""
+    """Take a snapshot: copy tensors in memory, and keep stored parts in place until :meth:`release`."""
 
     def __init__(self, copies: SnapshotMemory) -> None:
         copies.rewind()
@@ -60,6 +60,6 @@ class BackgroundSnapshot(StateSnapshot):
         return kept
 
     def release(self) -> None:
-        """Keep nothing any more; may be called again."""
+        """Release all stored parts. Idempotent."""
         while self._kept:
             self._kept.pop().release()

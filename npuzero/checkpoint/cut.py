@@ -1,4 +1,4 @@
-"""The state of a sharded model for torch.distributed.checkpoint: each tensor as the boxes that this rank has of it."""
+"""Convert the state of a sharded model for torch.distributed.checkpoint: each tensor as this rank's boxes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 
 
 class CutTensor(torch.Tensor):
-    """Stand for a tensor of which this rank has some boxes: DCP saves and loads those.
-    It has a shape and dtype, but no data.
+    """Represent a tensor by the boxes that this rank has; DCP saves and loads these. It has a shape and dtype, but no
+    data.
 
     Attributes:
-        boxes: what this rank has, in the order of the elements: each box and a tensor of its sizes.
+        boxes: this rank's boxes in the order of the elements, each with a tensor of its sizes.
     """
 
     boxes: list[tuple[TensorBox, Tensor]]
@@ -85,9 +85,9 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     """Return the state of a sharded model and its optimizer, sharded, for ``torch.distributed.checkpoint``. Collective.
 
     Returns:
-        ``{"model": ..., "optim": ...}`` as torch's ``get_state_dict`` shapes it: parameters and optimizer states are
-        :class:`CutTensor`, float32 for what trains; buffers are the model's own. The boxes may be memory that the next
-        step changes. An optimizer without any state gives zeros, for ``torch.distributed.checkpoint.load`` to fill.
+        ``{"model": ..., "optim": ...}`` in the form of torch's ``get_state_dict``. Parameters and optimizer states are
+        :class:`CutTensor`, in float32 if trainable; buffers are the model's. The boxes may be memory that the next step
+        changes. An optimizer without any state gives zeros, for ``torch.distributed.checkpoint.load`` to fill.
 
     Raises:
         ConfigError: an optimizer of another model.
@@ -124,7 +124,7 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 def load_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, state: Mapping[str, Any]
 ) -> None:
-    """Take what :func:`state_dict` gave, once ``torch.distributed.checkpoint.load`` has filled it. Collective.
+    """Load a state of :func:`state_dict`, after ``torch.distributed.checkpoint.load`` has filled it. Collective.
 
     Raises:
         CheckpointError: it is no such state.
@@ -143,8 +143,8 @@ def load_state_dict(
     cut_optimizer = parts.get_cut_optimizer(model, optimizer)
     engine.values.settle()
     engine.lag.forget()
-    # Masters first, from which the parameters that rest follow at the end, by R4 on all ranks at once: between the two
-    # a rank holds new shards beside its neighbours' old ones.
+    # Masters first; the parameters follow at the end, by R4 on all ranks at once. In between a rank has new shards next
+    # to its neighbours' old ones.
     for part in parts.model_parts(model, engine):
         begin, end = part.rest.range
         values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)
@@ -175,19 +175,21 @@ def _add_cut_tensors(state: dict[str, Any], tensors: Sequence[SavedPart]) -> Non
                 for name in path[:-1]:
                     inner = inner.setdefault(str(name), {})
                 there = inner.setdefault(str(path[-1]), made)
-                if there is not made:  # another tile's boxes of the same tensor
+                if there is not made:  # boxes of another tile of the same tensor
                     there.boxes += made.boxes
 
 
 def _zero_states(
     model: nn.Module, engine: Engine, optimizer: CutOptimizer
 ) -> tuple[list[SavedPart], list[UnshardedEntry]]:
-    """Return the states that an optimizer will have: a step of 0, and moments of zeros; where updates are delayed the
-    parameters as well, which are not behind any.
+    """Return the states that an optimizer will have: a step of 0, and moments of zeros.
+
+    With delayed updates the lagging parameters are included: they equal the parameters, since no update is pending.
     """
     tiles = find_tile_rows(model)
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
+    # One buffer of zeros serves all slots of a flat parameter, so a name becomes a SavedPart per flat, not per tensor.
     for flat in engine.flats():
         pieces = zip(parts.slot_pieces(flat, tiles), flat.parameters, strict=True)
         own = [piece for piece, parameter in pieces if id(parameter) in members]

@@ -1,8 +1,9 @@
-"""The folder of a run's checkpoints: which are complete, how one becomes so, and how old ones go.
+"""Manage the folder of a run's checkpoints: find complete ones, commit a new one, remove old ones.
 
-A checkpoint is written into a hidden folder with a name of its own, and gets the one of its step by one rename: what
-has that and a manifest is complete. One that is removed loses its name first. Beside the hidden folder lies the claim
-of the process that writes it: so a job never takes another's for a leftover, and tells its user whose it is.
+A checkpoint is written into a hidden folder with a unique name, and one rename gives it the name of its step: a folder
+with this name and a manifest is complete. Removal starts with a rename to a hidden name. The claim of the writing
+process is stored next to the hidden folder, so that a job never mistakes another job's folder for a leftover, and can
+name its owner to the user.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def step_folder_name(step: int) -> str:
 
 
 def find_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the complete checkpoints in ``folder``, oldest first; and what is called so without being one, described.
+    """Return the complete checkpoints in ``folder``, oldest first, and descriptions of incomplete ones.
 
     Raises:
-        CheckpointError: it is there, and cannot be looked into.
+        CheckpointError: the folder exists, and cannot be read.
     """
     complete, others = [], []
     try:
@@ -65,7 +66,7 @@ def find_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _find_lack(path: Path) -> str | None:
-    """Return what keeps ``path`` from being a complete checkpoint; None where it is one."""
+    """Return why ``path`` is not a complete checkpoint; None if it is one."""
     mode = _get_file_mode(path)
     if mode is None:
         return "a link to nothing"
@@ -76,7 +77,7 @@ def _find_lack(path: Path) -> str | None:
 
 
 def _get_file_mode(path: Path) -> int | None:
-    """Return what ``path`` leads to; None: to nothing."""
+    """Return the mode of the target of ``path``; None without a target."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -88,7 +89,7 @@ def _get_file_mode(path: Path) -> int | None:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the last complete checkpoint in ``folder``; None where there is none.
+    """Return the latest complete checkpoint in ``folder``; None without one.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -98,18 +99,18 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 class PartialCheckpoint:
-    """Hold a checkpoint in the making, which this process has claimed.
+    """Hold an unfinished checkpoint, which this process has claimed.
 
     Attributes:
-        path: where it is written.
-        claim: that this process writes it.
+        path: its hidden folder.
+        claim: of this process.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Make the place; dead jobs' are removed.
+        """Remove the leftovers of dead jobs, and make the hidden folder.
 
         Raises:
-            CheckpointError: there is a checkpoint of this step, or another job is saving into this folder.
+            CheckpointError: this step has a checkpoint, or another job is saving into this folder.
             OSError: the folder cannot be written.
         """
         _make_folders(folder)
@@ -125,7 +126,7 @@ class PartialCheckpoint:
             raise
 
     def commit(self) -> Path:
-        """Give what was written its name, durably; the name. What else has it is put aside.
+        """Give the folder its final name, durably, and return that. An incomplete folder of that name is moved aside.
 
         Raises:
             CheckpointError: another job has saved this step.
@@ -139,7 +140,7 @@ class PartialCheckpoint:
         return self._target
 
     def drop(self) -> None:
-        """Give up the claim, and what was written, unless it has its name by now. Idempotent."""
+        """Release the claim, and remove the hidden folder if it was not committed. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.claim.release(forget=not self.path.exists())
 
@@ -154,7 +155,7 @@ class PartialCheckpoint:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make the folder and those above it, so that they outlast a power failure."""
+    """Make the folder and its parents, durably."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
@@ -162,7 +163,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path, target: Path) -> None:
-    """Remove what dead jobs have left. What may be a living one's stays, whoever that is."""
+    """Remove leftovers of dead jobs. A folder stays if its owner may be alive."""
     for name in os.listdir(folder):
         path = folder / name
         if name.startswith(_OLD):
@@ -178,18 +179,18 @@ def _remove_leftovers(folder: Path, target: Path) -> None:
                     do="Wait for that job or end it, or save into another folder.",
                     owner=str(who),
                 )
-            # Of unknown fate, such as another host's without locks, it stays: its owner may be writing.
+            # If the owner's status is unknown, as on another host without locks, its folder stays: it may be writing.
             if fate is OwnerStatus.DEAD or (who is None and _is_empty_claim(path, written)):
                 shutil.rmtree(written, ignore_errors=True)
-                # The claim goes last: without it nobody would look after what could not be removed.
+                # The claim goes last: without it no later save would find a folder that could not be removed.
                 if not written.exists():
                     path.unlink(missing_ok=True)
 
 
 def _is_empty_claim(claim: Path, written: Path) -> bool:
-    """Tell whether a claim is empty and there is nothing that it is for: its process was killed as it made it.
+    """Tell whether a claim is empty and has no folder: its process was killed as it made it.
 
-    Or is making it at this moment: then it makes another.
+    If the process is still making it, :class:`ClaimFile` makes another one.
     """
     try:
         return not os.path.lexists(written) and claim.lstat().st_size == 0
@@ -209,7 +210,7 @@ def remove_old_checkpoints(folder: Path, count: int, newest: Path) -> None:
         try:
             path.rename(nameless)
             shutil.rmtree(nameless)
-        except FileNotFoundError:  # somebody else has removed it
+        except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:
             raise CheckpointError(
@@ -221,7 +222,7 @@ def remove_old_checkpoints(folder: Path, count: int, newest: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have names in ``folder`` outlast a power failure."""
+    """Write the names in ``folder`` to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Where what is loaded lands: ranges of a shard, each written once all of it has been read.
+"""Collect loaded elements: ranges of a shard, each written once all its elements have been read.
 
-Items of a file follow each other as the elements of a shard do, so that few ranges wait for the rest of theirs at a
-time, whatever the size of the shard.
+Items of a file have the order of the elements of a shard, so that few ranges are incomplete at a time, however large
+the shard is.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from npuzero.checkpoint.layout.parts import ITEM_BYTES, BoxLocation, SlotPiece
 from npuzero.checkpoint.source import ReadRequest
 
-#: Elements of a range: whole blocks of moments, and as many as an item has.
+#: Elements of a range: full blocks of moments, and as many elements as an item has.
 RANGE = ITEM_BYTES // 4
 
-#: Pieces of tensors that are in a shard, and under which key each tensor is stored.
+#: Pieces of tensors in a shard, each with the key that its tensor is stored under.
 Stored = Sequence[tuple[str, SlotPiece]]
 
 
 class LoadTarget:
-    """Gather the elements of a range of a shard in a buffer, which it has while they come.
+    """Collect the elements of a range of a shard in a buffer, and write them when the range is complete.
 
     Args:
-        idle: buffers, taken from and given back to.
-        begin: of the shard, in elements of the flat.
+        idle: free buffers; the target takes one and gives it back.
+        begin: of the shard, in elements of the flat parameter.
         own: the range.
-        write: gets the values: [n] on the host, zeros where nothing is stored.
+        write: gets the values: [n] on the host, zeros for elements that are not stored.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LoadTarget:
         self._values: Tensor | None = None
 
     def wanted(self, stored: Stored) -> list[ReadRequest]:
-        """Return what is to be read; where nothing is, zeros are written."""
+        """Return the read requests of the range; without any, zeros are written at once."""
         found: list[ReadRequest] = []
         for key, piece in stored:
             for site in piece.sites_in(self._begin, self._end):

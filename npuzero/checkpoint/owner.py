@@ -1,7 +1,8 @@
-"""Who writes a checkpoint: a file that names the process, and that it keeps locked for as long as it writes.
+"""Claim a checkpoint for the process that writes it: a file names the process, which keeps it locked as it writes.
 
-A process that ended without a word is known by its lock, which the kernel frees, or by its id, which nobody has any
-more. Neither says much about a process of another host: not every shared file system carries locks from host to host.
+A process that ended without cleanup is recognised by its lock, which the kernel frees, or by its process id, which is
+unused then. Neither proves much about a process on another host: some shared file systems do not carry locks between
+hosts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class ProcessIdentity:
     """Identify a process.
 
     Attributes:
-        host: its name, for people.
-        boot: the run of the kernel, for us: the same for all processes that see each other's locks.
+        host: host name, for messages.
+        boot: boot id of the kernel, for comparison: equal for all processes that see each other's locks.
         namespace: of process ids.
-        started: when, in the kernel's ticks; a later process with the same id has another.
-        since: when it began to write, in UTC, for people.
+        started: start time, in the kernel's ticks; a later process with the same id has another one.
+        since: start of the write, in UTC, for messages.
     """
 
     host: str
@@ -41,7 +42,7 @@ class ProcessIdentity:
 
     @staticmethod
     def here() -> ProcessIdentity:
-        """Return this process."""
+        """Return the identity of this process."""
         boot = _read_text("/proc/sys/kernel/random/boot_id") or f"unknown-{socket.gethostname()}"
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return ProcessIdentity(
@@ -52,9 +53,7 @@ class ProcessIdentity:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool:
-        """Tell whether this is known to have ended: it was a process of this kernel,
-        and there is no such one any more.
-        """
+        """Tell whether this process has ended for sure: it ran on this kernel, and no process has its id and start."""
         here = ProcessIdentity.here()
         if (self.boot, self.namespace) != (here.boot, here.namespace) or not here.started:
             return False
@@ -62,7 +61,7 @@ class ProcessIdentity:
 
 
 class OwnerStatus(enum.Enum):
-    """Say what is known of an owner."""
+    """Tell whether the owner of a claim still runs."""
 
     ALIVE = enum.auto()
     DEAD = enum.auto()
@@ -73,14 +72,14 @@ class ClaimFile:
     """Hold a file that names this process, locked until :meth:`release`.
 
     Raises:
-        OSError: there is such a file, or it cannot be written.
+        OSError: the file exists, or it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         words = json.dumps(asdict(ProcessIdentity.here())).encode()
         self._make(words)
-        while not self._is_there():  # somebody took it, empty as it was, for what a killed process had left
+        while not self._is_there():  # another process removed the still empty file as a leftover
             self.release(forget=False)
             self._make(words)
 
@@ -89,7 +88,7 @@ class ClaimFile:
         _held.add(str(self.path))
         try:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # somebody may be looking at it: that is short
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # another process may hold it for a short check
             os.write(self._descriptor, words)
         except OSError:
             self.release()
@@ -102,13 +101,13 @@ class ClaimFile:
             return False
 
     def release(self, *, forget: bool = True) -> None:
-        """Let go; ``forget`` the file, or leave it to say that nobody writes here any more. Idempotent."""
+        """Release the lock; ``forget`` removes the file, else it stays as the claim of an ended process. Idempotent."""
         if str(self.path) not in _held:
             return
         if forget:
             self.path.unlink(missing_ok=True)
         _held.discard(str(self.path))
-        with suppress(OSError):  # children of a fork have the descriptor, too: they must not keep the lock
+        with suppress(OSError):  # forked children share the descriptor: they must not keep the lock
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
@@ -118,7 +117,7 @@ _held: set[str] = set()
 
 
 def read_claim(path: Path) -> tuple[OwnerStatus, ProcessIdentity | None]:
-    """Return what became of whoever made the claim ``path``; and its name, where that can be read."""
+    """Return the status of the owner of the claim ``path``, and its identity if it can be read."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -131,13 +130,13 @@ def read_claim(path: Path) -> tuple[OwnerStatus, ProcessIdentity | None]:
         owner = _parse_identity(os.read(descriptor, _WORDS_BYTES))
         if owner is not None and owner.is_gone():
             return OwnerStatus.DEAD, owner
-        # A lock outlives no process, so who gets it knows that its owner is gone; None: the file system has no locks.
+        # A lock ends with its process: a free lock means that the owner is gone. None: the file system has no locks.
         free = _try_lock(descriptor)
     finally:
         os.close(descriptor)
     if free is None and owner is not None and owner.pid == os.getpid() and owner.boot == ProcessIdentity.here().boot:
         free = str(path) not in _held
-    # Locks may be a host's own: what is free here may be held there, so it counts for processes of this boot only.
+    # Locks may be local to a host: a free lock is proof only for processes of this boot.
     if free is None or (free and (owner is None or owner.boot != ProcessIdentity.here().boot)):
         return OwnerStatus.UNKNOWN, owner
     return OwnerStatus.DEAD if free else OwnerStatus.ALIVE, owner
@@ -156,7 +155,7 @@ _KINDS = tuple(ProcessIdentity.__annotations__.values())
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Tell whether the lock was free, and is this descriptor's now; None where the file system has no locks."""
+    """Tell whether the lock was free, and take it; None on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,9 +173,7 @@ def _pid_namespace() -> str:
 
 
 def _process_start_time(pid: int) -> str:
-    """Return field 22 of proc(5)'s stat; empty if there is no such process, or it has ended and nobody has asked
-    how.
-    """
+    """Return field 22 of proc(5)'s stat; empty if the process does not exist, or has ended and was not reaped."""
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 

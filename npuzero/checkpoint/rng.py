@@ -1,4 +1,4 @@
-"""Random number generators of a rank: torch's, the device's, numpy's and Python's."""
+"""Save and restore the random number generators of a rank: torch's, the device's, numpy's and Python's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 def capture_rng_state(device: torch.device) -> State:
-    """Return what they are in, in forms that load safely: tensors and numbers."""
+    """Return the states of all generators, as tensors and numbers, which load safely."""
     kind, keys, *rest = np.random.get_state()
     state: State = {
         "torch": torch.get_rng_state(),
@@ -25,7 +25,7 @@ def capture_rng_state(device: torch.device) -> State:
 
 
 def load_rng_state(state: State, device: torch.device) -> None:
-    """Go on from ``state``; the device's is left alone where it was saved on another kind of device."""
+    """Restore ``state``; skip the device's generator if the state is from another kind of device."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
@@ -35,7 +35,7 @@ def load_rng_state(state: State, device: torch.device) -> None:
 
 
 def set_derived_rng(state: State, device: torch.device, turn: int) -> None:
-    """Go on with numbers of one's own, which follow from ``state`` and ``turn``: for ranks there were none of."""
+    """Derive generators from ``state`` and ``turn``, for a rank without a saved state."""
     load_rng_state(state, device)
     seeds = torch.randint(2**31, (turn,)).tolist()
     torch.manual_seed(seeds[-1])

@@ -326,7 +326,7 @@ class SavedObjects(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Write a checkpoint into its hidden folder; ``partial`` is set on rank 0, ``shares`` are those of all stages."""
+    """Write a checkpoint into its hidden folder; ``partial`` is set on rank 0, ``shares`` cover all stages."""
 
     path: Path
     partial: PartialCheckpoint | None

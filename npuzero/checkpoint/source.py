@@ -1,4 +1,4 @@
-"""A checkpoint to read from: ours by its checksums, anybody's by a reader that runs none of its code."""
+"""Read checkpoints: npuzero's after verifying checksums, any other by a reader that runs no code of it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from npuzero.ops.storage.lazy import is_lazy
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Describe a box of a tensor, and where its elements go.
+    """Describe a box of a tensor to read, and the target of its elements.
 
     Attributes:
-        target: asked for when the first of them have been read; of the box's sizes, any dtype.
-        landed: called when all of them are there.
+        target: called when the first elements have been read; returns a tensor of the box's sizes, of any dtype.
+        landed: called when all elements have been written.
     """
 
     key: str
@@ -52,13 +52,13 @@ class ReadRequest:
 
     @staticmethod
     def all_of(key: str, target: Tensor) -> ReadRequest:
-        """Return the whole tensor ``key`` as what is wanted in ``target``."""
+        """Return a request for all of tensor ``key``."""
         return ReadRequest(key, TensorBox((0,) * target.dim(), tuple(target.shape)), lambda: target)
 
 
 @dataclass(frozen=True)
 class _ItemCopy:
-    """Describe what one stored item gives to one of those that are wanted, by number."""
+    """Describe a copy from one stored item to one request; ``wanted`` is the request's number."""
 
     item: Any  # DCP's index: name and offset
     sizes: torch.Size
@@ -68,12 +68,12 @@ class _ItemCopy:
 
 
 class CheckpointReader:
-    """Read an open checkpoint.
+    """Read a checkpoint.
 
     Attributes:
         path: its folder.
-        tensors: what it has, by key: DCP's descriptions.
-        manifest: ours; None where torch or somebody else wrote it.
+        tensors: DCP's descriptions of the values, by key.
+        manifest: npuzero's manifest; None if another program wrote the checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -91,7 +91,7 @@ class CheckpointReader:
         self._objects: dict[tuple[str, int], Any] = {}
 
     def read_object(self, key: str) -> Any:
-        """Return what is stored as ``key`` in one piece: anything but a sharded tensor."""
+        """Return the value of ``key``, unsharded."""
         described = self.tensors[key]
         if type(described) is Tensors:
             whole = torch.empty(described.size, dtype=described.properties.dtype)
@@ -104,12 +104,12 @@ class CheckpointReader:
                 raw = self._raw(file, Index(key))
             try:
                 self._objects[place] = decode_object(raw)
-            except Exception as error:  # whatever broken bytes lead to
+            except Exception as error:  # damaged bytes can raise anything
                 raise self._damaged(Index(key), "what torch.load takes with weights_only=True", str(error)) from error
         return self._objects[place]
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read what is wanted, each item of a file once, in the order of what is wanted of it first.
+        """Read the requested boxes: each item of a file once, in the order of the first request that needs it.
 
         Raises:
             CheckpointError: an item is damaged.
@@ -137,7 +137,7 @@ class CheckpointReader:
                 file.close()
 
     def places(self, key: str) -> tuple[tuple[str, int], ...]:
-        """Return where the boxes of a tensor lie: file and offset. Names of one tensor share them."""
+        """Return file and offset of each box of a tensor. Names of a tied tensor share them."""
         found = (self._stored[Index(key, chunk.offsets)] for chunk in self.tensors[key].chunks)
         return tuple((info.relative_path, info.offset) for info in found)
 
@@ -162,6 +162,7 @@ class CheckpointReader:
                 self.read_object(key)
 
     def _copies(self, wanted: Sequence[ReadRequest]) -> Iterator[_ItemCopy]:
+        # DCP's planner intersects the requested boxes of a key with its stored chunks; an empty box needs no item.
         by_key: dict[str, list[int]] = defaultdict(list)
         for number, want in enumerate(wanted):
             if want.box.numel:
@@ -186,7 +187,7 @@ class CheckpointReader:
         if self.manifest is None:
             tensor = self._foreign(file, first.item, described.properties.dtype, first.sizes)
         else:
-            # An item that is wanted whole goes straight to where it belongs.
+            # An item that fills one request exactly is read into its target, without a copy.
             only = targets[0]
             plain = only.is_cpu and only.is_contiguous() and not is_lazy(only)
             whole = plain and only.shape == first.sizes
@@ -199,7 +200,7 @@ class CheckpointReader:
             target.copy_(tensor[copy.source])
 
     def _read_ours(self, file: BinaryIO, index: Any, tensor: Tensor) -> None:
-        """Read an item of ours into ``tensor``, whose length says where its elements begin and end."""
+        """Read an item that npuzero wrote into ``tensor``; its length gives the offsets of its elements."""
         info = self._stored[index]
         if info.length != HEAD + tensor.nbytes + TAIL:
             raise self._damaged(index, f"{HEAD + tensor.nbytes + TAIL} bytes", str(info.length))
@@ -255,14 +256,14 @@ class CheckpointReader:
         return self._begins
 
     def _check_archive(self, index: Any, raw: bytes | bytearray) -> zipfile.ZipFile:
-        """Check that what an item says of itself holds; of ours the bytes were compared already."""
+        """Check that an item is an uncompressed archive; without a manifest also the CRC of its records."""
         try:
             archive = zipfile.ZipFile(io.BytesIO(raw))
             records = archive.infolist()
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
             stored = stored and sum(record.file_size for record in records) <= len(raw)
             bad = "compressed" if not stored else None if self.manifest is not None else archive.testzip()
-        except Exception as error:  # whatever broken bytes lead to
+        except Exception as error:  # damaged bytes can raise anything
             raise self._damaged(
                 index, "an archive written by torch.save", f"{type(error).__name__}: {error}"
             ) from error
@@ -271,7 +272,9 @@ class CheckpointReader:
         return archive
 
     def _foreign(self, file: BinaryIO, index: Any, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-        """Return a tensor as torch.save wrote it."""
+        """Return a tensor that torch.save wrote."""
+        # The pickle is read by safe_pickle. Each storage is a view of its record's bytes, made once for all tensors
+        # over it.
         archive = self._check_archive(index, self._raw(file, index))
         records = {name.partition("/")[2]: name for name in archive.namelist()}
 
@@ -312,14 +315,14 @@ def _whole_target(target: Tensor) -> Tensor:
 
 
 def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:
-    """Return what the pickle of a tensor of ``dtype`` may ask for; it makes a tensor over the bytes that are there."""
+    """Return the names that the pickle of a tensor of ``dtype`` may use; they make a tensor over the given bytes."""
 
     def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
         if type(storage) is not Tensor or any(type(sizes) is not tuple or len(sizes) > 64 for sizes in (size, stride)):
             raise safe_pickle.PickleRefused("a tensor of something else than a storage, sizes and strides")
         if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
             raise safe_pickle.PickleRefused("a tensor of sizes and strides that are no counts")
-        return torch.as_strided(storage, size, stride, offset)  # checks that it stays within the bytes
+        return torch.as_strided(storage, size, stride, offset)  # checks that the tensor stays within the bytes
 
     kinds = {name: None for name in vars(torch) if name.endswith("Storage")}
     return {

@@ -1,1 +1,1 @@
-"""File formats: torch archives, safetensors, items of a checkpoint."""
+"""Read and write the file formats of checkpoints: items in torch archives, safe pickles, safetensors."""

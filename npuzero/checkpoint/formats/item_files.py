@@ -1,7 +1,7 @@
-"""The files of a checkpoint: writing them with checksums, and reading nothing whose checksum is wrong.
+"""Write the files of a checkpoint with checksums, and read them only if the checksums match.
 
-``__<rank>_0.distcp`` holds items one after the other without gaps, ``__<rank>_0.crc32`` the CRC-32 of each (4 bytes,
-little-endian, in order), ``manifest.json`` the length and CRC-32 of every file, and in its last line its own.
+``__<rank>_0.distcp`` holds items back to back, ``__<rank>_0.crc32`` the CRC-32 of each item (4 bytes, little-endian, in
+order). ``manifest.json`` holds the length and CRC-32 of every file, and in its last line its CRC-32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npuzero.ops.storage.lazy import materialize_lazy
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
 
-#: Bytes that are collected before they are written at once.
+#: Bytes, and pieces, to collect before a write.
 _BATCH_BYTES = 8 << 20
 _BATCH_PIECES = 512
 
@@ -37,24 +37,24 @@ Buffer = bytes | memoryview
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Hold what the manifest says of a file."""
+    """Hold the manifest's entry of a file."""
 
     nbytes: int
     crc: int
 
 
 def data_file_name(rank: int) -> str:
-    """Return the file that ``rank`` writes; named as DCP names it."""
+    """Return the name of the file of ``rank``, in DCP's form."""
     return f"__{rank}_0.distcp"
 
 
 def checksum_file_name(data: str) -> str:
-    """Return the file with the checksums of the items of ``data``."""
+    """Return the name of the file with the checksums of the items of ``data``."""
     return str(Path(data).with_suffix(".crc32"))
 
 
 class DataFile:
-    """Write a file of items in a ``with`` block; at its end it is durable, with its table of checksums.
+    """Write a file of items in a ``with`` block; at its end the file and its table of checksums are durable.
 
     Attributes:
         path: of the file.
@@ -72,13 +72,13 @@ class DataFile:
         self._facts = FileFacts(0, 0)
 
     def add_tensor(self, dtype: torch.dtype, sizes: Sequence[int], elements: memoryview) -> None:
-        """Append the item of a contiguous tensor, whose memory stays as it is until the block ends."""
+        """Append the item of a contiguous tensor; its memory must not change until the block ends."""
         crc = zlib.crc32(elements)
         head, tail = head_and_tail(dtype, sizes, crc)
         self._append((head, elements, tail), zlib.crc32(tail, combine_crc32(zlib.crc32(head), crc, len(elements))))
 
     def add_object(self, raw: bytes) -> tuple[int, int]:
-        """Append an item that is written already; where it lies: offset and length."""
+        """Append an encoded item; return its offset and length."""
         offset = self._facts.nbytes
         self._append((raw,), zlib.crc32(raw))
         return offset, len(raw)
@@ -112,7 +112,7 @@ class DataFile:
                 written -= len(pending.pop(0))
             if pending:
                 pending[0] = memoryview(pending[0])[written:]
-        # The kernel begins to write at once, instead of when it must, and keeps memory for others.
+        # The kernel starts writing now instead of later under pressure, and its cache stays free for other data.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -126,23 +126,23 @@ def write_durably(path: Path, raw: bytes) -> FileFacts:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
-    """Say what belongs to a checkpoint; written last."""
+    """Write the manifest, the last file of a checkpoint."""
     listed = {name: [facts.nbytes, facts.crc] for name, facts in files.items()}
     text = json.dumps({"format": FORMAT, **content, "files": listed}).encode()
     write_durably(folder / MANIFEST, text + b"\n%08x\n" % zlib.crc32(text))
 
 
 class Manifest:
-    """Read what a checkpoint's manifest says, and make the checks that follow from it.
+    """Read a checkpoint's manifest, and check files against it.
 
     Attributes:
         folder: of the checkpoint.
-        content: step, world, and what else :func:`write_manifest` was given.
+        content: step, world, and the further facts passed to :func:`write_manifest`.
         files: length and CRC-32 by name.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read it, and compare the length of every file.
+        """Read the manifest, and compare the length of every file.
 
         Raises:
             CheckpointError: it, or a file, is damaged, or it lists files that are not in the folder.
@@ -168,7 +168,7 @@ class Manifest:
                 raise damaged_file_error(folder / name, f"{facts.nbytes:,} bytes", f"{nbytes:,}")
 
     def read(self, name: str) -> bytes:
-        """Read a small file, its checksum verified."""
+        """Read a small file, and verify its checksum."""
         if name not in self.files:
             raise damaged_file_error(self.folder / MANIFEST, f"the length and CRC-32 of {name}", "none")
         raw = read_file(self.folder / name)
@@ -178,7 +178,7 @@ class Manifest:
         return raw
 
     def checksums(self, data: str) -> list[int]:
-        """Return those of the items of a data file, in order."""
+        """Return the checksums of the items of a data file, in order."""
         raw = self.read(checksum_file_name(data))
         table: list[int] = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<u4").tolist()
         return table
@@ -199,7 +199,9 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _parse_file_list(content: Mapping[str, Any], path: Path) -> dict[str, FileFacts]:
-    """Return the files in a manifest; what it says besides is of the types that it should be."""
+    """Return the files in a manifest, after checking the types of its facts."""
+    # Every rank of the world must have a data file and a checksum table: a manifest without one would hide missing
+    # tensors. min() bounds the list when a damaged world is huge.
     for fact, kind in _FACTS.items():
         if type(content.get(fact)) is not kind:
             raise damaged_file_error(path, f"{fact}: {kind.__name__}", str(content.get(fact))[:80])
@@ -219,15 +221,15 @@ def _parse_file_list(content: Mapping[str, Any], path: Path) -> dict[str, FileFa
 
 
 def is_plain_name(name: object) -> bool:
-    """Tell whether it names a file in the folder where the name is read."""
+    """Tell whether ``name`` is a file name without a folder."""
     return isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) is not None and name not in (".", "..")
 
 
 def read_file(path: Path) -> bytes:
-    """Read all of a file, which lies where it is named.
+    """Read all of a file.
 
     Raises:
-        CheckpointError: it cannot be read, or is something else.
+        CheckpointError: it cannot be read, is no regular file, or is a link to another folder.
     """
     get_file_size(path)
     try:
@@ -237,10 +239,10 @@ def read_file(path: Path) -> bytes:
 
 
 def get_file_size(path: Path) -> int:
-    """Return the bytes in a file, which lies where it is named.
+    """Return the size of a file in bytes.
 
     Raises:
-        CheckpointError: it is not there, or no file, or a link to one in another folder.
+        CheckpointError: it does not exist, is no regular file, or is a link to another folder.
     """
     try:
         found = path.stat()
@@ -266,7 +268,7 @@ def unreadable_file_error(path: Path, error: Exception) -> CheckpointError:
 
 
 def damaged_file_error(path: Path, expected: str, got: str, item: str | None = None) -> CheckpointError:
-    """Make the error of a file, or an item in it, that is not what was written."""
+    """Make the error of a file, or of an item in it, with wrong content."""
     return CheckpointError(
         f"{path}, item {item}" if item else str(path),
         expected=expected,
@@ -283,10 +285,10 @@ def host_tensor_memory(tensor: Tensor) -> memoryview:
 
 
 def encode_object(name: str, value: object) -> bytes:
-    """Encode ``value`` as torch.save writes it, if torch.load takes it back without running anybody's code.
+    """Encode ``value`` with torch.save, if torch.load can decode it without running code.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it cannot.
     """
     try:
         if isinstance(value, Tensor):
@@ -312,12 +314,12 @@ def _encode_tensor(tensor: Tensor) -> bytes:
 
 
 def decode_object(raw: bytes) -> Any:
-    """Decode what :func:`encode_object` wrote. Its checksum was verified.
+    """Decode an object of :func:`encode_object`, after its checksum was verified.
 
     Raises:
         ValueError: it has a bytearray; torch lets a pickle ask for one of any length.
-        Exception: whatever else torch.load makes of broken bytes.
+        Exception: any further error of torch.load for damaged bytes.
     """
-    if b"\nbytearray\n" in raw:  # as a pickle names the type
+    if b"\nbytearray\n" in raw:  # the type's name in a pickle
         raise ValueError("a bytearray, which could take any amount of memory; bytes may stand in its place")
     return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)

@@ -1,9 +1,9 @@
-"""Reading pickles that anybody may have written, or broken: a machine of its own, which does less than Python's.
+"""Read untrusted or damaged pickles with a pickle machine that does less than Python's.
 
-It knows the opcodes that ``pickle.dump`` writes for what a checkpoint describes, and of the world outside what it is
-given: functions, dataclasses, constants. Nothing on its stack can be called or changed but by these rules, so that what
-is refused has done nothing; and everything is checked before it takes memory or time, so that what a pickle makes stays
-within a fixed multiple of its length.
+It has the opcodes that ``pickle.dump`` writes for a checkpoint's metadata, and reaches only the functions, dataclasses
+and constants that the caller allows. Objects on its stack are called or changed by these rules alone, so a refused
+pickle has had no effect. All checks come before memory or time is spent: the result is at most a fixed multiple of the
+pickle's length.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 
 class PickleRefused(pickle.UnpicklingError):
-    """Say that the pickle wants something that is not let in."""
+    """Report that the pickle needs something that is not allowed."""
 
 
 @dataclass(frozen=True)
 class PickleFunction:
-    """Name what a pickle may call: it checks what it is given, and gives nothing much larger than that."""
+    """Allow a pickle to call a function, which must check its arguments, and return nothing much larger than these."""
 
     call: Callable[..., Any]
 
 
 class PickleDataclass:
-    """Name a dataclass that a pickle may make instances of.
+    """Allow a pickle to make instances of a dataclass.
 
     Args:
-        made: the class; an instance is made without calling anything of it.
-        types: what each of its fields may be; no entry: anything.
-        ordered: whether the state is a tuple of the fields, which the class's ``__setstate__`` takes, and no dict.
-        key: whether an instance may be a key of a dict: it must hash quickly, however it was made.
+        made: the class; instances are made without calling any of its code.
+        types: allowed types of each field; no entry: any type.
+        ordered: whether the state is a tuple of the fields for the class's ``__setstate__``, instead of a dict.
+        key: whether an instance may be a key of a dict: it must hash quickly for any state.
     """
 
     def __init__(self, made: type, *, ordered: bool = False, key: bool = False, **types: tuple[type, ...]) -> None:
@@ -44,10 +44,10 @@ class PickleDataclass:
         }
 
     def build(self, instance: Any, state: Any) -> None:
-        """Give an instance its state, once.
+        """Set the state of an instance, once.
 
         Raises:
-            Refused: it has one, or this is none.
+            PickleRefused: it has a state, or ``state`` is not valid.
         """
         if self.ordered:
             if type(state) is not tuple or len(state) != len(self.fields):
@@ -55,7 +55,7 @@ class PickleDataclass:
             values: dict[str, Any] = dict(zip(self.fields, state, strict=True))
         else:
             values = state
-        # Once: meanwhile it may have become a key of a dict, which a second state would change.
+        # Once: the instance may have become a key of a dict, and a second state would change its hash.
         if instance.__dict__ or type(values) is not dict:
             raise PickleRefused(f"a state of {self.made.__name__} that is a second one, or no dict")
         known = 0
@@ -75,12 +75,12 @@ class PickleDataclass:
             instance.__dict__.update(values)
 
 
-#: More containers within containers, and more arguments of a call, than any checkpoint has.
+#: Upper bounds of nested containers and of arguments of a call, above those of any checkpoint.
 _MARKS = _ARGUMENTS = 256
 
 
 class _PickleMachine:
-    """Read one pickle: its bytes, the stack, the memo, and the loop over opcodes, a function each (below)."""
+    """Run one pickle: its bytes, the stack, the memo, and the loop over opcodes; each opcode is a function below."""
 
     def __init__(
         self, raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
@@ -91,7 +91,7 @@ class _PickleMachine:
         self.persistent = persistent
         self.kinds = {kind.made: kind for kind in allowed.values() if isinstance(kind, PickleDataclass)}
         self.keys = {str, *(kind.made for kind in self.kinds.values() if kind.key)}
-        self.stack: list[Any] = []  # of the values after the last mark
+        self.stack: list[Any] = []  # values after the last mark
         self._before: list[list[Any]] = []  # the stacks before each mark
         self.memo: list[Any] = []
 
@@ -101,7 +101,7 @@ class _PickleMachine:
         while True:
             code = raw[self._at]
             self._at += 1
-            # The most frequent ones are done here, without a call.
+            # The most frequent opcodes are inlined.
             if code == 0x94:  # MEMOIZE
                 memo.append(self.stack[-1])
             elif code == 0x68:  # BINGET
@@ -129,7 +129,7 @@ class _PickleMachine:
         return items
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next ``count`` bytes."""
         begin = self._at
         self._at = end = begin + count
         if end > len(self._raw):
@@ -137,7 +137,7 @@ class _PickleMachine:
         return self._raw[begin:end]
 
     def count(self, width: int) -> int:
-        """Return the next number; at the end of the bytes a smaller one, and whatever comes next finds nothing."""
+        """Return the next number; at the end of the bytes a smaller one, and the next read fails."""
         begin = self._at
         self._at = end = begin + width
         return int.from_bytes(self._raw[begin:end], "little")
@@ -149,7 +149,7 @@ class _PickleMachine:
         return line.decode()
 
     def find(self, module: Any, name: Any) -> None:
-        """Push what stands for a name of the world outside."""
+        """Push the object that is allowed for a global name."""
         if type(module) is not str or type(name) is not str or (module, name) not in self._allowed:
             raise PickleRefused(f"{str(module)[:80]}.{str(name)[:80]} is not let in")
         self.stack.append(self._allowed[module, name])
@@ -194,7 +194,7 @@ def _skip_frame(machine: _PickleMachine) -> None:
 
 
 def _put_memo(width: int) -> _Step:
-    """Put into the memo, under numbers that come in order, as picklers give them: none is an allocation."""
+    """Append to the memo. Numbers must be in order, as picklers write them, so that no number allocates memory."""
 
     def step(machine: _PickleMachine) -> None:
         if machine.count(width) != len(machine.memo):
@@ -255,12 +255,12 @@ def _update_dict(machine: _PickleMachine, items: list[Any]) -> None:
     if type(target) is not dict or len(items) % 2:
         raise PickleRefused(f"items set in a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in machine.keys:  # others may take long to hash, or for ever
+        if type(key) not in machine.keys:  # other types may hash slowly, or never finish
             raise PickleRefused(f"a key that is a {type(key).__name__}")
         target[key] = value
 
 
-# -- what is let in ----------------------------------------------------------------------------------------------------
+# -- allowed globals ---------------------------------------------------------------------------------------------------
 
 
 def _find_global(machine: _PickleMachine) -> None:
@@ -289,7 +289,7 @@ def _new_instance(machine: _PickleMachine) -> None:
 
 def _build_instance(machine: _PickleMachine) -> None:
     state, instance = machine.stack.pop(), machine.stack[-1]
-    # All else, such as a class or a function of the process, would be changed for good.
+    # Any other target, such as a class or function of this process, would be changed permanently.
     kind = machine.kinds.get(type(instance))
     if kind is None:
         raise PickleRefused(f"a state of a {type(instance).__name__}")
@@ -343,19 +343,19 @@ _STEPS = {getattr(pickle, name)[0]: step for name, step in _NAMED.items()}
 def load_pickle(
     raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Load the object that ``raw`` pickles, built of nothing but containers, numbers, texts and what ``allowed`` names.
+    """Load the object pickled in ``raw``, made of containers, numbers, texts and ``allowed`` objects only.
 
     Args:
-        allowed: what stands for each (module, name) that the pickle may ask for: a :class:`PickleFunction`, a
-            :class:`PickleDataclass`, or a constant.
-        persistent: makes an object of a persistent id, whatever that is.
+        allowed: for each (module, name) that the pickle may use: a :class:`PickleFunction`, a :class:`PickleDataclass`,
+            or a constant.
+        persistent: makes an object of a persistent id of any type.
 
     Raises:
-        Refused: it wants something else, or is no pickle.
+        PickleRefused: the pickle needs something else, or is damaged.
     """
     try:
         return _PickleMachine(raw, allowed, persistent).run()
     except PickleRefused:
         raise
-    except Exception as error:  # whatever broken bytes lead to: they are no pickle
+    except Exception as error:  # damaged bytes can raise anything
         raise PickleRefused(f"{type(error).__name__}: {error}"[:200]) from error

@@ -1,7 +1,7 @@
-"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes in a row, without gaps.
+"""Read and write safetensors: eight bytes of length, a JSON header, then the bytes of all tensors without gaps.
 
-A file is read by what its header says once that has been checked against the file's size: nothing is executed, no byte
-outside of the file is asked for, and whatever does not fit is a CheckpointError that names the file and the tensor.
+The header is checked against the size of the file before any tensor is read. Nothing is executed, no byte outside the
+file is read, and any mismatch is a CheckpointError that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from npuzero.arguments import open_regular, parse_json
 from npuzero.errors import CheckpointError
 
-#: Names of dtypes, by the format's own specification.
+#: Names of dtypes, by the format's specification.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,10 +47,10 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """Say where a tensor lies.
+    """Locate a tensor in a file.
 
     Attributes:
-        begin: of its data, in bytes from the file's beginning.
+        begin: offset of its data, in bytes from the start of the file.
     """
 
     name: str
@@ -72,7 +72,7 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     """Return the tensors of a file, by name.
 
     Raises:
-        CheckpointError: it is no such file, or a torn one.
+        CheckpointError: it is no safetensors file, or a truncated one.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -113,7 +113,7 @@ def _parse_entries(path: Path, header: Mapping[str, Any], data: int, size: int) 
 
 
 def _parse_entry(path: Path, name: str, facts: Any, data: int) -> tuple[SafetensorsEntry, int, int]:
-    """Return the tensor, and where its bytes begin and end behind the header."""
+    """Return the tensor, and the begin and end of its bytes relative to the end of the header."""
     known = isinstance(facts, dict) and isinstance(facts.get("dtype"), str) and facts["dtype"] in DTYPES
     if not known or not _are_sizes(facts.get("shape")) or not _are_sizes(facts.get("data_offsets"), 2):
         raise _torn_file_error(path, f"{str(facts)[:200]}, which is no dtype, shape and range", name)
@@ -131,14 +131,14 @@ def _are_sizes(value: Any, count: int | None = None) -> bool:
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file of these tensors (name, dtype, shape), in this order, begins with."""
+    """Return the length and header of a file with these tensors (name, dtype, shape), in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the data is aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

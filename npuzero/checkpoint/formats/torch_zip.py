@@ -1,8 +1,8 @@
-"""One tensor as torch.save writes it, with its elements in a known place; and the arithmetic of its checksum.
+"""Encode a tensor as torch.save does, with its elements at a fixed offset, and combine CRC-32 checksums.
 
 An item of a checkpoint's file is ``HEAD`` bytes, the elements, ``TAIL`` bytes: together a zip archive that torch.load
-(and DCP, and unzip) reads. So lengths follow from the number of bytes alone, and nobody has to write an item to know
-where the next one begins.
+(and DCP, and unzip) can read. So the length of an item follows from its number of bytes, and the offset of the next
+item is known before any item is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def item_bytes(nbytes: int) -> int:
 
 
 def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[bytes, bytes]:
-    """Return what stands around the elements of a contiguous tensor whose bytes have the CRC-32 ``crc``."""
+    """Return the head and tail of the item of a contiguous tensor; ``crc``: the CRC-32 of its elements."""
     head, tail, places = _item_template(dtype, tuple(sizes))
     summed = struct.pack("<I", crc)
     head, tail = (part[:place] + summed + part[place + 4 :] for part, place in zip((head, tail), places, strict=True))
@@ -43,7 +43,7 @@ def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[b
 
 @lru_cache(maxsize=4096)
 def _item_template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int]]:
-    """Return head, tail, and where in each the checksum of the elements goes."""
+    """Return head, tail, and the offset of the elements' checksum in each."""
     nbytes = math.prod(sizes) * dtype.itemsize
     pickled = _pickle_tensor(dtype, sizes)
     first = _local_record(b"archive/data.pkl", pickled) + pickled
@@ -62,7 +62,7 @@ def _item_template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, b
     tail += _central_record(
         b"archive/data.pkl", _record_fields(b"archive/data.pkl", zlib.crc32(pickled), len(pickled)), 0
     )
-    place = len(tail) + 16  # of the checksum in a central record
+    place = len(tail) + 16  # offset of the checksum in a central record
     tail += _central_record(_DATA, _record_fields(_DATA, 0, nbytes), len(first))
     for start, (name, content) in zip(starts, names.items(), strict=True):
         tail += _central_record(name, _record_fields(name, zlib.crc32(content), len(content)), start)
@@ -73,7 +73,8 @@ def _item_template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, b
 
 
 def _record_fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
-    """Return what a local and a central record share: stored, no date, checksum, sizes, lengths of name and extra."""
+    """Return the fields common to local and central records: stored, no date, checksum, sizes, lengths of name and
+    extra."""
     return 20, 0, 0, 0, 33, crc, nbytes, nbytes, len(name), extra
 
 
@@ -86,14 +87,14 @@ def _central_record(name: bytes, fields: tuple[int, ...], start: int) -> bytes:
 
 
 class _PickledStorage:
-    """Stand in the pickle for the elements, which lie in a record of their own."""
+    """Represent the elements in the pickle; they are stored in a separate record."""
 
     def __init__(self, nbytes: int) -> None:
         self.key = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
 
 
 class _PickledTensor:
-    """Pickle as a contiguous tensor does in torch.save."""
+    """Pickle like a contiguous tensor in torch.save."""
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         strides = [math.prod(max(1, size) for size in sizes[i + 1 :]) for i in range(len(sizes))]
@@ -116,13 +117,13 @@ def _pickle_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     return written.getvalue()
 
 
-# -- CRC-32 of what is put together from parts (the polynomial of zlib, bits reflected: x^0 is the highest) ------------
+# -- CRC-32 of concatenated parts (zlib's polynomial, bits reflected: x^0 is the highest bit) --------------------------
 
 _POLYNOMIAL = 0xEDB88320
 
 
 def combine_crc32(crc: int, crc_after: int, nbytes_after: int) -> int:
-    """Return the CRC-32 of ``a + b`` from that of ``a``, and that and the length of ``b``."""
+    """Return the CRC-32 of ``a + b`` from the CRC-32 of both and the length of ``b``."""
     return _gf2_multiply(_gf2_power(nbytes_after), crc) ^ crc_after
 
 
@@ -137,7 +138,7 @@ def _gf2_multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _gf2_power(nbytes: int) -> int:
-    """Return x to the number of bits."""
+    """Return x to the power of the number of bits."""
     power = 1 << 31
     for square in _gf2_squares(nbytes):
         power = _gf2_multiply(square, power)

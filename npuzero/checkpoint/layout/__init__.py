@@ -1,1 +1,1 @@
-"""Layout of a checkpoint: boxes of tensors, metadata, saved parts."""
+"""Compute the layout of a checkpoint: boxes of tensors, DCP metadata, and the parts that each rank saves."""

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other of one checkpoint: each knows its own part of the model alone."""
+"""Exchange names between the stages of a pipeline for one checkpoint: each stage knows only its part of the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GroupNames = list[list[str]]
 
 @dataclass(frozen=True)
 class StageShare:
-    """Say what a stage has of the model.
+    """List the names that a stage has of the model.
 
     Attributes:
         names: in its state dict.
-        entries: keys of what is no sharded tensor, such as buffers.
-        aliases: of what an earlier stage has, too: further names here, with the name that both know it by.
+        entries: keys of unsharded values, such as buffers.
+        aliases: for parameters tied to an earlier stage: further names here, each with the name that both stages know.
         groups: names in each of the optimizer's groups; None: this stage has no optimizer.
         options: a digest of the options of each group.
     """
@@ -44,6 +44,7 @@ def merge_group_names(shares: Sequence[StageShare], subject: str) -> GroupNames:
     Raises:
         CheckpointError: the stages have other groups, or other options of one.
     """
+    # A stage without an optimizer is left out. A tied parameter is in a group of several stages, and stays once.
     some = [share for share in shares if share.groups is not None]
     if any(share.options != some[0].options for share in some):
         raise CheckpointError(

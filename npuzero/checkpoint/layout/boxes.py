@@ -1,4 +1,4 @@
-"""Boxes: which n-dimensional parts of a tensor a contiguous range of its elements covers. Pure arithmetic."""
+"""Split a contiguous range of a tensor's elements into n-dimensional boxes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class TensorBox:
         return all(o <= at < o + n for o, n, at in zip(self.offsets, self.sizes, place, strict=True))
 
     def after(self, row: int) -> TensorBox:
-        """Return this box in a tensor that has ``row`` more rows before."""
+        """Return this box in a tensor with ``row`` rows inserted at the front."""
         return TensorBox((self.offsets[0] + row, *self.offsets[1:]), self.sizes) if row else self
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[TensorBox]:
     """Return the elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.
 
-    Each box is itself a contiguous range. There are at most ``2 * dimensions - 1`` of them, one more for each time
-    that a box is cut further to keep within ``limit`` elements.
+    Each box is a contiguous range. There are at most ``2 * dimensions - 1`` of them, plus one for each further cut of a
+    box to at most ``limit`` elements.
     """
     shape = tuple(shape)
     return [part for box in _boxes_of_range(shape, begin, end) for part in _split_box(box, limit)]
@@ -45,7 +45,7 @@ def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Te
         yield TensorBox((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows
+    first, last = -(-begin // row), end // row  # full rows
     if first > last:  # inside one row
         yield from _boxes_of_row(shape, last, begin - last * row, end - last * row)
         return
@@ -56,7 +56,7 @@ def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Te
 
 
 def _boxes_of_row(shape: tuple[int, ...], index: int, begin: int, end: int) -> Iterator[TensorBox]:
-    """Yield the elements ``[begin, end)`` of row ``index``; a whole row is left to the caller."""
+    """Yield the elements ``[begin, end)`` of row ``index``; a full row is left to the caller."""
     if 0 < end - begin < math.prod(shape[1:]):
         for box in _boxes_of_range(shape[1:], begin, end):
             yield TensorBox((index, *box.offsets), (1, *box.sizes))
@@ -75,15 +75,15 @@ def _split_box(box: TensorBox, limit: int | None) -> Iterator[TensorBox]:
         yield from _split_box(TensorBox(offsets, sizes), limit)
 
 
-#: A misfit is looked for in so many steps a box at most.
+#: Upper bound of the steps per box in the search for an error.
 _STEPS = 4096
 
 
 def find_coverage_error(shape: Sequence[int], boxes: Sequence[TensorBox]) -> tuple[int, ...] | None:
-    """Return an element that does not lie in exactly one of ``boxes``; None if each does.
+    """Return an element that is not in exactly one of ``boxes``; None if each is.
 
     Args:
-        boxes: within ``shape``, of as many elements together as it has.
+        boxes: within ``shape``, with as many elements in total.
 
     Raises:
         ValueError: there are too many, cut along too many dimensions.
@@ -92,6 +92,8 @@ def find_coverage_error(shape: Sequence[int], boxes: Sequence[TensorBox]) -> tup
     axes = [axis for axis, size in enumerate(shape) if any(box.sizes[axis] != size for box in boxes)]
     if min(len(boxes), 1 << len(axes)) > _STEPS:
         raise ValueError(f"{len(boxes)} parts of shape {tuple(shape)}, cut along {len(axes)} dimensions")
+    # Many boxes: by corners, in boxes * 2^dimensions steps. Few boxes: by pairs. An overlap exists if any element is
+    # missing, since the totals agree.
     if len(boxes) > 1 << len(axes):
         return _find_by_corners(shape, boxes, axes)
     pairs = ((tuple(map(max, a.offsets, b.offsets)), a, b) for a, b in combinations(boxes, 2))
@@ -99,10 +101,10 @@ def find_coverage_error(shape: Sequence[int], boxes: Sequence[TensorBox]) -> tup
 
 
 def _find_by_corners(shape: Sequence[int], boxes: Sequence[TensorBox], axes: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first element that does not lie in exactly one.
+    """Return the first element that is not in exactly one box.
 
-    What a box adds begins at its first corner and ends behind its last one: in how many boxes elements lie follows from
-    the boxes' corners, each with its sign, and is one everywhere just where they add up to the corners of the whole.
+    A box adds 1 to the count of elements from its first corner to its last one. The counts follow from the signed
+    corners of all boxes; they are 1 everywhere if and only if these add up to the corners of the full tensor.
     """
     corners = Counter[tuple[int, ...]]()
     for box, sign in [(TensorBox((0,) * len(shape), tuple(shape)), -1), *((box, 1) for box in boxes)]:

@@ -1,4 +1,4 @@
-"""DCP's ``.metadata``: made without asking anybody, and read without trusting anybody."""
+"""Build DCP's ``.metadata`` without communication, and parse it without trusting its content."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _KINDS = (
     PickleDataclass(_StorageInfo, relative_path=(str,), offset=(int,), length=(int,)),
 )
 
-#: More dimensions than a tensor of a checkpoint has.
+#: Upper bound of the number of dimensions of a tensor in a checkpoint.
 _DIMENSIONS = 64
 
 
@@ -72,19 +72,19 @@ def _load_memory_format(value: Any) -> Any:
 
 
 def _load_enum_member(function: Any, name: Any) -> Any:
-    """Stand for ``getattr``, with which some Pythons name a member of an enum."""
+    """Replace ``getattr``, which some Python versions pickle for a member of an enum."""
     if function is not ALLOWED[dcp.__name__, "_MEM_FORMAT_ENCODING"] or type(name) is not str:
         raise PickleRefused("getattr of what is no enum")
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
 def make_ordered_dict() -> dict[Any, Any]:
-    """Stand for ``OrderedDict``; its items come later."""
+    """Replace ``OrderedDict``; its items are added later."""
     return {}
 
 
 def _drop_path(*_: object) -> None:
-    """Stand for paths: where a checkpoint was when it was written does not matter."""
+    """Drop a path: the original folder of a checkpoint does not matter."""
 
 
 _PATHS = (("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
@@ -103,32 +103,32 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def tensor_properties(dtype: torch.dtype) -> Any:
-    """Return what DCP says of a tensor beside its shape."""
+    """Return DCP's properties of a tensor of ``dtype``."""
     return dcp.TensorProperties(dtype)
 
 
 @dataclass
 class MetadataBuilder:
-    """Draw up a ``.metadata``."""
+    """Build a ``.metadata``."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
     stored: dict[Any, _StorageInfo] = field(default_factory=dict)
 
     def add_cut(self, cut: SavedTensor) -> None:
-        """Add a tensor whose boxes are to come, once for all its tiles."""
+        """Add a tensor without boxes, once for all its tiles."""
         for path in cut.paths:
             if flatten_path(path) not in self.tensors:
                 self._add_tensor(path, cut.dtype, cut.shape)
 
     def add_box(self, cut: SavedTensor, box: TensorBox, file: str, offset: int, nbytes: int) -> None:
-        """Add where a box of it lies; all its names share it."""
+        """Add the place of a box of ``cut``, under all names of the tensor."""
         chunk = Chunk(torch.Size(box.offsets), torch.Size(box.sizes))
         for key in cut.keys:
             self._add_chunk(key, chunk, _StorageInfo(file, offset, nbytes))
 
     def add_object(self, path: StatePath, value: object, file: str, offset: int, nbytes: int) -> None:
-        """Add where anything else lies; a tensor is one box."""
+        """Add the place of an unsharded value; a tensor is one box."""
         key = flatten_path(path)
         if isinstance(value, torch.Tensor):
             self._add_tensor(path, value.dtype, value.shape)
@@ -140,13 +140,13 @@ class MetadataBuilder:
             self.stored[Index(key)] = _StorageInfo(file, offset, nbytes)
 
     def add_draft(self, other: Any) -> None:
-        """Add what another stage has; ``other``: its ``Metadata``."""
+        """Add ``other``, the ``Metadata`` of another stage."""
         self.tensors |= other.state_dict_metadata
         self.paths |= other.planner_data
         self.stored |= other.storage_data
 
     def add_alias(self, path: StatePath, of: StatePath) -> None:
-        """Add another name of a tensor that is here."""
+        """Add another name of a tensor that has been added."""
         found = self.tensors[flatten_path(of)]
         if flatten_path(path) not in self.tensors:
             self._add_tensor(path, found.properties.dtype, found.size)
@@ -169,13 +169,13 @@ class MetadataBuilder:
 
 
 def parse_metadata(raw: bytes, path: Path) -> Any:
-    """Return the ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
+    """Return the ``Metadata`` in ``raw``, after checking its types, shapes, boxes and places.
 
     Args:
-        path: where ``raw`` is from.
+        path: of the file that ``raw`` is from.
 
     Raises:
-        CheckpointError: it is something else, or contradicts itself or the files beside it.
+        CheckpointError: it is something else, or contradicts itself or the files next to it.
     """
     try:
         found = safe_pickle.load_pickle(raw, ALLOWED)
@@ -204,14 +204,14 @@ def _check_metadata(found: Any, path: Path) -> None:
 
 
 def _check_items(described_by_name: Mapping[Any, Any], where: Mapping[Any, Any], path: Path) -> None:
-    """Check that every item is a tensor, whose parts lie somewhere and cover it, or bytes that do."""
+    """Check that every item is a tensor with stored parts that cover it, or stored bytes."""
     parts = 0
     for key, described in described_by_name.items():
         if type(key) is not str:
             raise _broken_metadata_error(path, f"a name that is a {type(key).__name__}")
         if type(described) is Tensors:
             parts += len(described.chunks)
-            if parts > len(where):  # before going through a list that may be many tensors'
+            if parts > len(where):  # before the loop over a list that many tensors may share
                 raise _broken_metadata_error(path, "more parts than lie anywhere", key)
             _check_tensor_boxes(key, described, where, path)
         elif type(described) is not Bytes:
@@ -221,8 +221,8 @@ def _check_items(described_by_name: Mapping[Any, Any], where: Mapping[Any, Any],
 
 
 def _check_item_places(where: Mapping[Any, Any], path: Path) -> None:
-    """Check that every part lies within a file beside the index."""
-    sizes: dict[str, int] = {}  # one stat a file, not one a part
+    """Check that every part is within a file next to the index."""
+    sizes: dict[str, int] = {}  # one stat per file, not per part
     for index, info in where.items():
         name = info.relative_path
         if type(index) is not Index or not files.is_plain_name(name):
@@ -243,8 +243,8 @@ def _check_item_places(where: Mapping[Any, Any], path: Path) -> None:
 
 
 def _check_tensor_boxes(key: str, described: Any, where: Mapping[Any, Any], path: Path) -> None:
-    # The fields of what was unpickled have the types of _KINDS, but a list may hold anything; and what has no fields,
-    # since nobody gave it any, is an AttributeError, which load() expects.
+    # Fields of unpickled objects have the types of _KINDS, but a list may hold anything. A missing field is an
+    # AttributeError, which the caller expects.
     shape = described.size
     if type(shape) is not torch.Size or type(described.properties.dtype) is not torch.dtype:
         raise _broken_metadata_error(path, f"shape {shape}, {described.properties}", key)
@@ -272,11 +272,13 @@ def _check_tensor_boxes(key: str, described: Any, where: Mapping[Any, Any], path
 
 
 def _check_covered_once(key: str, shape: tuple[int, ...], boxes: list[TensorBox], path: Path) -> None:
-    """Check that parts that have as many elements as their tensor have each of it: no two overlap, so no hole is left.
+    """Check that parts with as many elements as their tensor cover each element once: without overlap there is no hole.
 
     Raises:
-        CheckpointError: it names the elements that two parts have, or one that none has.
+        CheckpointError: it names the elements that two parts have, or one that no part has.
     """
+    # Two parts that overlap name the exact range; a part that overlaps elsewhere leaves only the element without a
+    # part.
     try:
         place = find_coverage_error(shape, boxes)
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""What a sharded model's checkpoint consists of, and which rank writes which part of it: the same answer on every rank.
+"""List the parts of a sharded model's checkpoint, and the rank that writes each: the same result on every rank.
 
-A flat's shard lies on as many ranks as there are replicas of it; each writes an equal part of it. So with N ranks each
-writes one N-th of every flat, whatever the plan, and where everything goes follows from the plan by arithmetic.
+A shard of a flat parameter has as many replicas as ranks hold it, and each of these ranks writes an equal part of it.
+So each of N ranks writes one N-th of every flat parameter under any plan, and all places follow from the plan by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -27,44 +28,44 @@ from npuzero.shard.layout.tiled_linear import TileRows, find_tile_rows
 from npuzero.shard.state.flat_parameter import FlatParameter, snapshot_masters
 from npuzero.shard.state.snapshot import Later, StateSnapshot
 
-#: What names begin with, as in PyTorch's own recipes.
+#: Prefixes of names, as in PyTorch's recipes.
 MODEL, OPTIMIZER = "model", "optim"
 
-#: An item of a file has at most so many bytes of elements, so that writing or reading one takes little memory.
+#: Largest number of bytes of elements in an item of a file; bounds the memory of a write or a read.
 ITEM_BYTES = 16 << 20
 
 Path = tuple["str | int", ...]
-#: Per slot of a flat: the optimizer's numbers by name, None for each tensor that is sharded like the parameter.
+#: For each slot of a flat parameter: numbers of the optimizer by name, None for a tensor sharded as the parameter.
 SlotStates = list[dict[str, "float | None"]]
 
 
 class CutOptimizer(Protocol):
-    """Name what is needed of an npuzero optimizer."""
+    """Define the interface that checkpoints need of an npuzero optimizer."""
 
     param_groups: list[dict[str, Any]]
 
     def cut_state(self, flat: FlatParameter) -> SlotStates:
-        """Return what each slot has: numbers, and None for what is in the buffer of that name."""
+        """Return the state of each slot: numbers, and None for a tensor in the buffer of that name."""
 
     def cut_buffer(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later:
-        """Return, for later, a range of this rank's shard as float32."""
+        """Return a function that gives a range of this rank's shard as float32."""
 
     def state_names(self) -> tuple[str, ...]:
-        """Return what the state of every parameter will consist of, as far as the class says it beforehand."""
+        """Return the names of every parameter's states, as far as the class knows them before the first step."""
 
     def check_rule(self, saved: Collection[str], groups: Sequence[dict[str, Any]]) -> None:
-        """Warn where states of these names, and groups of these options, are another rule's."""
+        """Warn if states of these names, and groups of these options, belong to another rule."""
 
     def load_cut_state(self, engine: Engine, flat: FlatParameter, slots: SlotStates) -> Collection[str]:
-        """Begin to load what :meth:`cut_state` has given; return the names that :meth:`write_cut_buffer` waits for."""
+        """Begin to load a state of :meth:`cut_state`; return the names that :meth:`write_cut_buffer` must write."""
 
     def write_cut_buffer(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
-        """Load a range of what :meth:`cut_buffer` has given; all of a shard is to come, in whole blocks of moments."""
+        """Load a range of a buffer of :meth:`cut_buffer`. All ranges of a shard follow, in full blocks of moments."""
 
 
 @dataclass(frozen=True)
 class UnshardedEntry:
-    """Hold one value of a checkpoint that is no sharded tensor: its path in the nested state, and itself."""
+    """Hold a value of a checkpoint that is no sharded tensor, with its path in the nested state."""
 
     path: Path
     value: Any
@@ -76,13 +77,13 @@ class UnshardedEntry:
 
 @dataclass(frozen=True)
 class BoxLocation:
-    """Say where a box of a tensor lies in a flat: in a range of elements, viewed in some sizes.
+    """Locate a box of a tensor in a flat parameter: a range of elements, viewed in some sizes.
 
     Attributes:
         box: of the tensor.
         begin: the range's first element.
-        sizes: in which it is viewed.
-        within: what of that view is the box; ``()``: all of it.
+        sizes: of the view.
+        within: the box in that view; ``()``: all of it.
     """
 
     box: TensorBox
@@ -95,17 +96,17 @@ class BoxLocation:
         return self.begin, self.begin + math.prod(self.sizes)
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the box's elements among those of the range, in its sizes; a view."""
+        """Return a view of the box's elements, in its sizes; ``values``: the range's elements."""
         return values.view(self.sizes)[self.within]
 
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """Describe what a slot of a flat has of a tensor: all of it, the rows of a tile, or this rank's part of it.
+    """Describe the part of a tensor that a slot holds: all of it, the rows of a tile, or this rank's portion.
 
     Attributes:
-        whole: the tensor; where it is tiled, the rows that the slot has.
-        portion: where the tensor is cut, what this rank has of it.
+        whole: the tensor; for a tiled tensor, the rows of the slot.
+        portion: for a cut tensor, this rank's portion.
     """
 
     slot: FlatSlot
@@ -113,13 +114,13 @@ class SlotPiece:
     portion: TensorPortion | None = None
 
     def of_rank(self, rank: int, shape: MeshShape) -> SlotPiece:
-        """Return what the slot has on another rank."""
+        """Return the slot's part of the tensor on another rank."""
         if self.portion is None:
             return self
         return replace(self, portion=self.portion.of(shape.index(self.portion.cut.axes, rank)))
 
     def sites(self, begin: int, end: int, limit: int | None = None) -> Iterator[BoxLocation]:
-        """Yield where boxes of the tensor lie that have the elements ``[begin, end)`` of the flat, all the slot's."""
+        """Yield the boxes of the tensor with elements ``[begin, end)`` of the flat parameter, all within the slot."""
         for box in boxes_of(self.slot.shape, begin - self.slot.begin, end - self.slot.begin, limit):
             if self.portion is None:
                 yield BoxLocation(box.after(self.whole.first), begin, box.sizes)
@@ -128,28 +129,28 @@ class SlotPiece:
             begin += box.numel
 
     def sites_in(self, begin: int, end: int) -> Iterator[BoxLocation]:
-        """Yield those in a range of the flat, whosever it is."""
+        """Yield the boxes within a range of the flat parameter, which may exceed the slot."""
         yield from self.sites(*intersect_ranges((self.slot.begin, self.slot.end), (begin, end)))
 
     def own_boxes(self, begin: int, shard: Tensor) -> list[tuple[TensorBox, Tensor]]:
-        """Return its boxes in a shard of its flat that begins at ``begin``, each with its elements."""
+        """Return the boxes in a shard that begins at ``begin``, each with its elements."""
         sites = self.sites_in(begin, begin + shard.numel())
         return [(site.box, site.of(shard[slice(*(at - begin for at in site.range))])) for site in sites]
 
 
 def _locate_box(box: TensorBox, begin: int, portion: TensorPortion) -> Iterator[BoxLocation]:
-    """Yield where boxes of a cut tensor lie that are ``box`` of one part of it, whose elements begin at ``begin``."""
+    """Yield the boxes of a cut tensor that make up ``box`` of a portion; its elements begin at ``begin``."""
     dim = portion.cut.dim
     first, last = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     inner = math.prod(box.sizes[dim + 1 :])
-    had = 0  # of the part, along the dimension
+    had = 0  # elements of the portion so far, along the dimension
     for start, stop in portion.pieces:
         a, b = intersect_ranges((first, last), (had, had + stop - start))
         if a < b:
             offsets = (*box.offsets[:dim], start + a - had, *box.offsets[dim + 1 :])
             sizes = (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])
             found = TensorBox(offsets, sizes)
-            if math.prod(box.sizes[:dim]) == 1:  # a range by itself
+            if math.prod(box.sizes[:dim]) == 1:  # contiguous in the flat parameter
                 yield BoxLocation(found, begin + (a - first) * inner, sizes)
             else:
                 yield BoxLocation(
@@ -159,9 +160,7 @@ def _locate_box(box: TensorBox, begin: int, portion: TensorPortion) -> Iterator[
 
 
 def slot_pieces(flat: FlatParameter, tiles: Mapping[str, TileRows]) -> list[SlotPiece]:
-    """Return what each slot of ``flat`` has; ``tiles``: see
-    :func:`npuzero.shard.layout.tiled_linear.find_tile_rows`.
-    """
+    """Return the part of a tensor in each slot of ``flat``; ``tiles``: by ``find_tile_rows``."""
     found = []
     for slot, portion in zip(flat.layout.slots, flat.portions, strict=True):
         shape = slot.shape if portion is None else portion.whole
@@ -171,9 +170,9 @@ def slot_pieces(flat: FlatParameter, tiles: Mapping[str, TileRows]) -> list[Slot
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describe a sharded tensor: what one slot of a flat has of it, or of one of the optimizer's states for it."""
+    """Describe a sharded tensor in one slot of a flat parameter: the parameter, or an optimizer state."""
 
-    paths: tuple[Path, ...]  # several for a parameter that has several names
+    paths: tuple[Path, ...]  # several for a tied parameter
     piece: SlotPiece
     dtype: torch.dtype
 
@@ -183,7 +182,7 @@ class SavedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the tensor's."""
+        """Return the shape of the tensor."""
         return self.piece.whole.shape
 
     @property
@@ -193,12 +192,10 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """Describe one buffer of a flat: the tensors in it, and how this rank has a range of its shard (a slice of it)
-    later.
-    """
+    """Describe one buffer of a flat parameter: its tensors, and a function that gives a slice of this rank's shard."""
 
     flat: FlatParameter
-    rest: ShardSpec  # as which part of the flat it is sharded
+    rest: ShardSpec  # the shard spec: as states or as parameters
     cuts: tuple[SavedTensor, ...]
     later: Callable[[slice, StateSnapshot], Later]
 
@@ -207,20 +204,20 @@ class SavedPart:
         return self.cuts[0].dtype
 
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
-        """Return the range of the flat that ``rank`` writes."""
+        """Return the range of the flat parameter that ``rank`` writes."""
         plan, axes = self.flat.plan, self.rest.group.axes
         summed = tuple(axis for axis in plan.reduced if axis in STAGE)
         if not self.of_stage(rank, shape) or shape.index(axes_beyond(summed, plan.alike), rank):
-            return 0, 0  # of those that repeat it the first one does
+            return 0, 0  # of ranks that replicate it the first one writes
         axes += axes_beyond(axes, summed)
         return self.flat.layout.shard(shape.index(axes, rank), shape.size(axes))
 
     def of_stage(self, rank: int, shape: MeshShape) -> bool:
-        """Tell whether the stage of ``rank`` writes it: of both ends of a pipeline that have the same, the first."""
+        """Tell whether the stage of ``rank`` writes it; of tied stages the first one does."""
         return not self.flat.plan.tied or shape.index((ENDS,), rank) == 0
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[SavedBox]:
-        """Yield what ``rank`` writes of it, in order."""
+        """Yield the boxes that ``rank`` writes, in order."""
         written = self.written_by(rank, shape)
         for cut in self.cuts:
             begin, end = intersect_ranges((cut.slot.begin, cut.slot.end), written)
@@ -230,7 +227,7 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedBox:
-    """Describe a box of a sharded tensor, and where it lies in its flat."""
+    """Describe a box of a sharded tensor, and its location in the flat parameter."""
 
     cut: SavedTensor
     site: BoxLocation
@@ -245,7 +242,7 @@ class SavedBox:
 
 
 def flatten_path(path: Path) -> str:
-    """Return the flat name of a value in a nested state, as DCP makes it."""
+    """Return the flat name of a value in a nested state, in DCP's form."""
     return ".".join(map(str, path))
 
 
@@ -258,9 +255,10 @@ def write_saved_part(part: SavedPart, own: slice, values: Tensor) -> None:
 
 
 def model_parts(model: nn.Module, engine: Engine) -> list[SavedPart]:
-    """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
+    """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones in their dtype."""
     check_portions_known(engine, "checkpoint")
     tiles = find_tile_rows(model)
+    # Tiles share the name of their tensor, and a tied parameter has several names: DCP gets all of them.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(tiles[name].name if name in tiles else name)
@@ -278,10 +276,10 @@ def model_parts(model: nn.Module, engine: Engine) -> list[SavedPart]:
 
 
 def check_portions_known(engine: Engine, subject: str) -> None:
-    """Check that of what ranks have different elements it is known which.
+    """Check that the portion of every cut parameter is known.
 
     Raises:
-        ConfigError: of some parameter nobody has said it.
+        ConfigError: some parameter was built in parts, and its portion was not given.
     """
     for flat in (flat for unit in engine.units for flat in unit.flats):
         for slot, portion in zip(flat.layout.slots, flat.portions, strict=True):
@@ -299,7 +297,7 @@ def _frozen_later(flat: FlatParameter, own: slice, snapshot: StateSnapshot) -> L
 
 
 def model_entries(model: nn.Module) -> list[UnshardedEntry]:
-    """Return buffers, and whatever modules give as their extra state."""
+    """Return buffers, and the extra states of modules."""
     named = model.state_dict(keep_vars=True)
     return [
         UnshardedEntry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)
@@ -309,12 +307,10 @@ def model_entries(model: nn.Module) -> list[UnshardedEntry]:
 def optimizer_parts(
     model: nn.Module, engine: Engine, optimizer: CutOptimizer
 ) -> tuple[list[SavedPart], list[UnshardedEntry]]:
-    """Return the states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
+    """Return the states of the optimizer, by the names of torch's get_optimizer_state_dict."""
     tiles = find_tile_rows(model)
     parts: list[SavedPart] = []
-    entries: dict[
-        Path, UnshardedEntry
-    ] = {}  # by path: the tiles of a tensor have their numbers, such as the step, in common
+    entries: dict[Path, UnshardedEntry] = {}  # by path: the tiles of a tensor share their numbers, such as the step
     for flat in engine.flats():
         slots = optimizer.cut_state(flat)
         pieces = slot_pieces(flat, tiles)
@@ -335,7 +331,7 @@ def optimizer_parts(
 
 
 def describe_stage(model: nn.Module, optimizer: CutOptimizer | None) -> StageShare:
-    """Return what this stage tells the others of a pipeline."""
+    """Return this stage's share of the names, for the remaining stages of a pipeline."""
     named = model.state_dict(keep_vars=True)
     aliases: dict[str, str] = {}
     tied: dict[int, str] = {}
@@ -352,14 +348,14 @@ def describe_stage(model: nn.Module, optimizer: CutOptimizer | None) -> StageSha
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
-    """Return the names of the parameters of each group; tiles together have one."""
+    """Return the names of the parameters of each group; the tiles of a tensor have one name."""
     tiles = find_tile_rows(model)
     names = {id(p): tiles[name].name if name in tiles else name for name, p in model.named_parameters()}
     return [[*dict.fromkeys(names[id(p)] for p in group["params"])] for group in optimizer.param_groups]
 
 
 def get_cut_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:
-    """Return ``optimizer``, if it is one of npuzero's over parameters of ``model``.
+    """Return ``optimizer`` if it is an npuzero optimizer over parameters of ``model``.
 
     Raises:
         ConfigError: it is not.

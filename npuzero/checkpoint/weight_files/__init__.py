@@ -1,1 +1,1 @@
-"""Weight files: read, export and convert safetensors."""
+"""Read, export and convert unsharded weights in safetensors files."""

@@ -1,8 +1,8 @@
-"""Unsharded weights out of a sharded model into safetensors files, a piece of a tensor at a time.
+"""Export unsharded weights of a sharded model into safetensors files, one piece of a tensor at a time.
 
-What is written appears under its names at once or not at all: files are written beside their places and renamed when
-all are on the disk, the index last. Where a process is killed before, the partial files stay, under names that nobody
-reads, and the next export to the same place writes over them.
+The export is atomic: partial files are written next to their final places, and renamed when all are on disk, the index
+last. If the process is killed earlier, the partial files stay under names that no reader uses, and the next export to
+the same place overwrites them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ METADATA = {"format": "pt"}
 Facts = tuple[str, torch.dtype, tuple[int, ...]]
 Rename = Callable[[str], str | None]
 
-#: What a stage says of a tensor: its name, that in the files, dtype, shape, and all its wanted names.
+#: A stage's description of a tensor: its name, its name in the files, dtype, shape, and all its wanted names.
 _Described = tuple[str, str, str, list[int], list[str]]
 
 
 class SafetensorsWriter:
-    """Write safetensors files of ``tensors``, whose elements come in this order; used in a ``with`` block.
+    """Write safetensors files of ``tensors``, given their elements in this order; used in a ``with`` block.
 
     Args:
-        path: a ``.safetensors`` file; or a folder, which gets ``model.safetensors``, or several files and an index
-            where that would exceed ``file_bytes``.
+        path: a ``.safetensors`` file; or a folder, which gets ``model.safetensors``, or several files and an index if
+            one file would exceed ``file_bytes``.
 
     Raises:
         StorageError: the files cannot be written.
@@ -75,13 +75,13 @@ class SafetensorsWriter:
         self._new_folders: list[Path] = []
         self._waiting = iter(self._parts.items())
         self._file: BinaryIO | None = None
-        self._missing = 0  # bytes that the present file lacks
+        self._missing = 0  # bytes missing in the current file
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
-        """Write the next elements, within one of ``tensors``, whose dtype is given."""
+        """Write the next elements of one of ``tensors`` in ``dtype``, the dtype of that tensor."""
         piece = materialize_lazy(piece.to("cpu", dtype))
         if piece.numel():
             while not self._missing:
@@ -92,14 +92,14 @@ class SafetensorsWriter:
             self._missing -= piece.nbytes
 
     def commit(self) -> None:
-        """Put the files in their places. An older export in the same folder is replaced."""
+        """Rename the files to their final names. An older export in the same folder is replaced."""
         while self._next_file():
             pass
         with _storage_errors(self._folder):
             for name in self._index:
                 self._write_index(self._partial(name))
             old = self._old_files() if self._whole_folder else set()
-            if self._whole_folder:  # from here to the end a reader finds either export, or none: never a mixture
+            if self._whole_folder:  # from here to the end a reader finds one export or none, never a mixture
                 for name in {INDEX, SINGLE} - {*self._parts}:
                     (self._folder / name).unlink(missing_ok=True)
             self._replace([*self._parts, *self._index])
@@ -121,7 +121,7 @@ class SafetensorsWriter:
             raise
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # what a full disk has not taken, it does not take now
+        with suppress(OSError):  # a full disk fails again on close
             if self._file is not None:
                 self._file.close()
         for name in [*self._parts, *self._index]:
@@ -132,7 +132,7 @@ class SafetensorsWriter:
                 folder.rmdir()
 
     def _next_file(self) -> bool:
-        """Finish the present file and begin the next; False where there is none."""
+        """Finish the current file and begin the next; False without a next one."""
         assert not self._missing, "the tensors' elements have not all come"
         if self._file is not None:
             with _storage_errors(Path(self._file.name)):
@@ -155,10 +155,10 @@ class SafetensorsWriter:
         return self._folder / f".{name}.partial"
 
     def _old_files(self) -> set[str]:
-        """Return the data files of the index that lies in the folder."""
+        """Return the data files of the index in the folder."""
         try:
             return set(read_index(self._folder / INDEX).values())
-        except CheckpointError:  # none there, or not one of ours to tidy up
+        except CheckpointError:  # no index, or one that is not ours to clean up
             return set()
 
     def _write_index(self, partial: Path) -> None:
@@ -189,7 +189,7 @@ def _tensor_nbytes(facts: Facts) -> int:
 
 
 class _storage_errors:
-    """Turn the system's errors into StorageError, naming the file."""
+    """Convert OSError to StorageError, naming the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -208,7 +208,7 @@ class _storage_errors:
 
 
 def _sync_export(folder: Path) -> None:
-    """Have the folder's new names survive a loss of power."""
+    """Write the folder's new names to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -226,21 +226,21 @@ def export(
     file_bytes: int = FILE_BYTES,
     rename: Callable[[str], str | None] | None = None,
 ) -> None:
-    """Write the unsharded weights of a model into safetensors files, as transformers and others read them. Collective.
+    """Write the unsharded weights of a model into safetensors files, for transformers and other readers. Collective.
 
-    Rank 0 writes, and holds a piece of one tensor at a time beyond what rests with it. The files appear when all are
-    complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
+    Rank 0 writes. It needs memory for one piece of a tensor in addition to its shards. The files appear when all are
+    complete. Tied tensors are written once, under their first name; buffers have rank 0's values.
 
     Args:
-        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where
-            one would exceed ``file_bytes``; or one file, named ``*.safetensors``.
-        dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's. Where the
-            parameters have fewer bits, float32 is the masters' values.
-        file_bytes: the largest size of a file, but for a single tensor that is larger.
-        rename: the name in the files of the model's tensor of a name; None: it is left out.
+        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` if one
+            file would exceed ``file_bytes``; or one file, named ``*.safetensors``.
+        dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's dtype. If
+            it has more bits than the parameters, the values are those of the masters.
+        file_bytes: the largest size of a file, unless a single tensor is larger.
+        rename: maps a name in the model to the name in the files; None leaves the tensor out.
 
     Raises:
-        StateError: the model is not sharded; tensor ranks hold different values of what they should hold alike.
+        StateError: the model is not sharded, or tensor ranks hold different values of a replicated parameter.
         ConfigError: an argument that cannot work.
         StorageError: rank 0 cannot write there; raised on every rank.
 
@@ -273,6 +273,8 @@ def export(
         every = _exchange_tensor_names(engine, problem, here)
     engine.values.settle()
     facts: list[Facts] = [(theirs, getattr(torch, kind), tuple(shape)) for _, (_, theirs, kind, shape, _) in every]
+    # All ranks walk the tensors in one order, since gathers are collective. After an error they keep gathering, and
+    # raise in _agree_export_done.
     with _make_writer(engine, line, target, facts, file_bytes) as writer:
         for (theirs, kind, shape), (stage, _) in zip(facts, every, strict=True):
             if stage == line.stage:
@@ -301,7 +303,7 @@ def _parse_export_dtype(dtype: object) -> torch.dtype | None:
 
 
 def _catch_error(work: Callable[..., None], *arguments: Any) -> Exception | None:
-    """Return what goes wrong with ``work``: the other ranks go on sending meanwhile, and must be heard out."""
+    """Return the error of ``work``, if any: remaining ranks keep sending, and this one must keep receiving."""
     try:
         work(*arguments)
     except Exception as error:
@@ -312,7 +314,7 @@ def _catch_error(work: Callable[..., None], *arguments: Any) -> Exception | None
 def _exchange_tensor_names(
     engine: Engine, problem: Exception | None, here: list[_Described]
 ) -> list[tuple[int, _Described]]:
-    """Return what is to be written, in the order of the whole model, and which stage has it. Collective."""
+    """Return the stage of each tensor to write, in the order of the unsharded model. Collective."""
     said = exchange_or_raise(engine.mesh.world, "npuzero.export", problem, here)
     found: dict[str, tuple[int, _Described]] = {}
     seen: set[str] = set()
@@ -334,7 +336,7 @@ def _make_writer(
 
 
 def _receive_elements(line: StageRelay, stage: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield the elements of a tensor of another stage, on rank 0, as its :class:`_RelayWriter` gives them."""
+    """Yield the elements of a tensor of another stage, on rank 0, in the pieces of its :class:`_RelayWriter`."""
     left = torch.Size(shape).numel()
     while left:
         piece = line.take(stage, dtype, (int(line.take(stage, torch.int64, (1,))),))
@@ -343,7 +345,7 @@ def _receive_elements(line: StageRelay, stage: int, dtype: torch.dtype, shape: t
 
 
 class _NullWriter(SafetensorsWriter):
-    """Stand for the writer on a rank that writes nothing."""
+    """Replace the writer on a rank that writes nothing."""
 
     def __init__(self) -> None:
         return
@@ -362,7 +364,7 @@ class _NullWriter(SafetensorsWriter):
 
 
 class _RelayWriter(_NullWriter):
-    """Give what this stage has of the files to rank 0."""
+    """Send this stage's part of the files to rank 0."""
 
     def __init__(self, line: StageRelay) -> None:
         self._line = line
@@ -374,9 +376,8 @@ class _RelayWriter(_NullWriter):
 
 
 def _tensors_to_export(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, list[str]]]:
-    """Return the tensors of the model's state dict, each once, by the first of their names that is wanted: its name in
-    the files, itself, and all its wanted names.
-    """
+    """Return each tensor of the model's state dict once, by its first wanted name: (name in the files, tensor, all
+    wanted names)."""
     found: dict[int, tuple[str, str, Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         theirs = rename(name)
@@ -406,7 +407,7 @@ def _check_names_unique(names: Sequence[str]) -> None:
 
 
 def _tiles_of(tensor: Tensor) -> list[nn.Parameter] | list[Tensor]:
-    """Return what has the elements of ``tensor``, in their order: itself, or its tiles."""
+    """Return the parts of ``tensor`` in the order of its elements: its tiles, or the tensor itself."""
     return tensor.tiles if isinstance(tensor, TiledTensor) else [tensor]
 
 
@@ -419,18 +420,18 @@ def _gather_pieces(
             yield tensor.detach().reshape(-1)[begin : begin + PIECE]
         return
     flat, i = place
-    # Whoever wants more digits than the parameters have gets the masters'.
+    # A dtype with more bits than the parameters gets the masters' values.
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
     rests = flat.rests
     rest: ShardSpec
     read: Callable[[slice], Tensor]
     rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.shard.raw)
-    if flat.ahead is not None and not exact:  # an update that is pending counts
+    if flat.ahead is not None and not exact:  # a pending delayed update counts
         rest, read = rests.states, flat.ahead.__getitem__
     slot, portion = flat.layout.slots[i], flat.portions[i]
     alike = tuple(axis for axis in flat.plan.alike if axis in STAGE)
     if engine.mesh.index(axes_beyond(rest.group.axes, alike)):
-        return  # the first of those that have the same are those that rank 0 is among
+        return  # of the ranks that replicate the shards only the group of rank 0 gathers
     unsharded = partial(_gather_range, flat, rest, read)
     if portion is None:
         for start in range(slot.begin, slot.end, PIECE):
@@ -446,7 +447,7 @@ def _gather_pieces(
 def _gather_range(
     flat: FlatParameter, rest: ShardSpec, read: Callable[[slice], Tensor], start: int, stop: int
 ) -> Tensor:
-    """Return elements ``[start, stop)`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
+    """Return elements ``[start, stop)`` of ``flat``: each rank reads its shard of ``rest``. Collective."""
     communicator, count = rest.group.communicator("control"), rest.group.size
     piece = allocate_zeros(stop - start, read(slice(0, 0)).dtype, communicator.device)
     length = flat.layout.numel // count
@@ -460,7 +461,7 @@ def _gather_range(
 
 
 def _agree_export_done(engine: Engine, problem: Exception | None) -> None:
-    """Wait until the files are there; every rank hears of what went wrong on rank 0."""
+    """Wait until the files are complete; raise rank 0's error on every rank."""
     said = engine.mesh.world.exchange(problem and f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem

@@ -1,4 +1,4 @@
-"""Unsharded weights out of a checkpoint into safetensors files, a tensor at a time: needs no model."""
+"""Export unsharded weights from a checkpoint into safetensors files, one tensor at a time, without a model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from npuzero.shard.layout.tensor_slices import PIECE
 
 
 def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_bytes: int = FILE_BYTES) -> list[Facts]:
-    """Write the weights in a checkpoint, or in the last one of a run.
+    """Write the weights in a checkpoint, or in the latest one of a run.
 
-    Names of one tensor in a checkpoint of ours are written once, under the first.
+    A tied tensor in a checkpoint of npuzero is written once, under its first name.
 
     Args:
-        dtype: of all floating tensors (a checkpoint does not say which are buffers); None keeps what is stored, which
-            of parameters that train is the float32 masters.
+        dtype: of all floating-point tensors (a checkpoint does not mark buffers); None keeps the stored dtype, which is
+            float32 (masters) for trainable parameters.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or has no model.
+        CheckpointError: there is no checkpoint, it is damaged, or it has no model.
         StorageError: the files cannot be written.
     """
     source = CheckpointReader(resolve_checkpoint(folder))
     found: dict[object, str] = {}
     for key, described in source.tensors.items():
         if key.startswith(f"{MODEL}.") and type(described) is Tensors:
+            # names of a tied tensor share their places in the files; a tensor without elements has no place, so its key
+            # counts
             found.setdefault(source.places(key) or key, key)
     if not found:
         raise CheckpointError(

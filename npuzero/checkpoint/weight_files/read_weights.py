@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a model: each rank reads the ranges that rest with it, and nothing else."""
+"""Load weights from safetensors files into a model: each rank reads only the ranges that it keeps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Weights:
 
     Attributes:
         path: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or its index.
-        rename: the files' name for the model's tensor of a name; None: they have no values for it, so it keeps its own
-            or is initialised. Without it names are the same.
-        partial: whether the files may hold tensors that the model has not.
+        rename: maps a name in the model to the name in the files; None: the files have no values, and the tensor keeps
+            its values or is initialised. Without ``rename`` the names are equal.
+        partial: whether the files may hold tensors that the model does not have.
 
     Example::
 
@@ -49,7 +49,7 @@ class Weights:
 
 
 class StoredWeights:
-    """Give the values that :class:`Weights` names, by the names of a model."""
+    """Read the values of :class:`Weights`, by the names of a model."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -58,10 +58,10 @@ class StoredWeights:
         self._unknown: list[str] = []
 
     def check(self, model: nn.Module) -> str:
-        """Find the model's tensors in the files; a digest of what was found.
+        """Find the model's tensors in the files; return a digest of the result.
 
         Raises:
-            CheckpointError: a file is missing or torn, or a tensor is missing, or of another shape or dtype.
+            CheckpointError: a file is missing or truncated, or a tensor is missing, or of another shape or dtype.
         """
         self._found.clear()
         entries = find_weight_tensors(as_path("Weights.path", self._weights.path))
@@ -80,7 +80,7 @@ class StoredWeights:
                 got += f" among {len(entries)} names"
                 raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", got)
         self._unknown = [] if self._weights.partial else sorted(entries.keys() - wanted)
-        for name, rows in find_tile_rows(model).items():  # a tile's parameter is asked for by its own name
+        for name, rows in find_tile_rows(model).items():  # a tile's parameter is read by its name in the model
             if rows.name in self._found:
                 entry = self._found[rows.name]
                 self._found[name] = replace(entry, begin=entry.begin + rows.begin * entry.dtype.itemsize)
@@ -88,20 +88,20 @@ class StoredWeights:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def unknown(self) -> list[str]:
-        """Return the names in the files that the model has not; none where that may be."""
+        """Return the names in the files that the model does not have; none with ``partial``."""
         return self._unknown
 
     def unknown_to(self, names: list[str]) -> CheckpointError:
-        """Return the error that the model, or any stage of it, has none of ``names``."""
+        """Return the error that no stage of the model has ``names``."""
         got = f"{len(names)} that the model has not, such as {', '.join(names[:3])}"
         return self._misfit("tensors", "those of the model", got)
 
     def has(self, name: str) -> bool:
-        """Tell whether there are values of the model's tensor ``name``."""
+        """Tell whether the files have values of the model's tensor ``name``."""
         return name in self._found
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Read elements ``[begin, end)`` of the model's tensor ``name``, as they are stored: 1-D, on the CPU."""
+        """Read elements ``[begin, end)`` of the model's tensor ``name``, in the stored dtype: 1-D, on the CPU."""
         entry = self._found[name]
         if entry.file not in self._files:
             self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
@@ -125,7 +125,7 @@ def find_weight_tensors(path: Path) -> dict[str, SafetensorsEntry]:
     """Return the tensors of a file, of the files of an index, or of a folder with either.
 
     Raises:
-        CheckpointError: something is missing or torn, or the index and the files disagree.
+        CheckpointError: something is missing or truncated, or the index and the files disagree.
     """
     if os.path.isdir(path):
         path = next((path / name for name in (SINGLE, INDEX) if (path / name).exists()), path / SINGLE)
@@ -145,10 +145,10 @@ def find_weight_tensors(path: Path) -> dict[str, SafetensorsEntry]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read the file of each tensor.
+    """Read an index; return the file of each tensor.
 
     Raises:
-        CheckpointError: it is no index, or names files elsewhere.
+        CheckpointError: it is no index, or names files in other folders.
     """
     try:
         index = parse_json(read_text(path))
@@ -202,7 +202,7 @@ def _unreadable_tensor_error(entry: SafetensorsEntry, got: str) -> CheckpointErr
 
 
 def _get_named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return what a state dict of ``model`` holds: each tensor once, with all its names."""
+    """Return the tensors in the state dict of ``model``: each once, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_extra_state(name):
@@ -225,7 +225,7 @@ def parse_weights(weights: object) -> StoredWeights:
     """Return the values that the argument of ``npuzero.zero(weights=)`` names.
 
     Raises:
-        ConfigError: it is none of those.
+        ConfigError: it is neither a path nor :class:`Weights`.
     """
     if isinstance(weights, (str, Path)):
         weights = Weights(weights)
