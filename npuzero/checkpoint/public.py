@@ -154,8 +154,8 @@ def load(
 ) -> Loaded:
     """Resume from a checkpoint that any plan, precision and number of ranks wrote. Collective.
 
-    Reads checkpoints of :func:`save`, and checkpoints of a model and its optimizer that ``torch.distributed.checkpoint``
-    wrote (FSDP2 and plain torch). No code in a checkpoint is run. Data that npuzero wrote is used only after its
+    Reads checkpoints of :func:`save`, and models with optimizers that ``torch.distributed.checkpoint`` wrote (FSDP2
+    and plain torch). No code in a checkpoint is run. Data that npuzero wrote is used only after its
     checksum is verified.
 
     Args:

@@ -317,7 +317,7 @@ def decode_object(raw: bytes) -> Any:
     """Decode an object of :func:`encode_object`, after its checksum was verified.
 
     Raises:
-        ValueError: it has a bytearray; torch lets a pickle ask for one of any length.
+        ValueError: it has a bytearray, which torch would allocate at any length.
         Exception: any further error of torch.load for damaged bytes.
     """
     if b"\nbytearray\n" in raw:  # the type's name in a pickle

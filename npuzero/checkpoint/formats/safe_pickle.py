@@ -21,13 +21,13 @@ class PickleRefused(pickle.UnpicklingError):
 
 @dataclass(frozen=True)
 class PickleFunction:
-    """Allow a pickle to call a function, which must check its arguments, and return nothing much larger than these."""
+    """Name a function that a pickle may call; it checks its arguments, and returns nothing much larger than these."""
 
     call: Callable[..., Any]
 
 
 class PickleDataclass:
-    """Allow a pickle to make instances of a dataclass.
+    """Name a dataclass that a pickle may make instances of.
 
     Args:
         made: the class; instances are made without calling any of its code.

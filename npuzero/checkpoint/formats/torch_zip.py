@@ -73,8 +73,7 @@ def _item_template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, b
 
 
 def _record_fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
-    """Return the fields common to local and central records: stored, no date, checksum, sizes, lengths of name and
-    extra."""
+    """Return the fields common to both records: stored, no date, checksum, sizes, lengths of name and extra."""
     return 20, 0, 0, 0, 33, crc, nbytes, nbytes, len(name), extra
 
 

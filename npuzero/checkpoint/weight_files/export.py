@@ -92,7 +92,7 @@ class SafetensorsWriter:
             self._missing -= piece.nbytes
 
     def commit(self) -> None:
-        """Rename the files to their final names. An older export in the same folder is replaced."""
+        """Give the files their final names. An older export in the same folder is replaced."""
         while self._next_file():
             pass
         with _storage_errors(self._folder):
@@ -376,8 +376,7 @@ class _RelayWriter(_NullWriter):
 
 
 def _tensors_to_export(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, list[str]]]:
-    """Return each tensor of the model's state dict once, by its first wanted name: (name in the files, tensor, all
-    wanted names)."""
+    """Map the first wanted name of each tensor to (name in the files, tensor, all wanted names)."""
     found: dict[int, tuple[str, str, Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         theirs = rename(name)
