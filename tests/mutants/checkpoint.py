@@ -334,7 +334,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "a full disk leaves the other ranks of an export waiting",
         "checkpoint/weight_files/export.py",
-        "        with suppress(OSError):  # what a full disk has not taken, it does not take now\n",
+        "        with suppress(OSError):  # a full disk fails again on close\n",
         "        if True:\n",
         ("models/test_export.py::test_a_disk_that_fills_up_is_an_error_on_every_rank",),
     ),
