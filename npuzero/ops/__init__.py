@@ -1,7 +1,14 @@
-"""The ops: one function each, its contract in the docstring, arguments checked, dispatched by device.
+"""The ops of the engine: each checks its arguments, then dispatches to the kernel of its device.
 
-Nothing falls back in silence: a device without a kernel raises KernelUnavailable. NPUZERO_BACKEND=reference makes every
-op run its plain-torch reference instead (slow; for comparison).
+In: tensors in memory on one device. Out: the written tensors. The contract is each function's docstring; the formula
+and bits are in the header in csrc/ops that its file names.
+
+Read ``flat_adam.py`` (an optimizer update), ``_flat.py`` (the launch code that updates share) and
+``reference/_flat.py`` (the same in plain torch) first. ``pack``, ``unpack``, ``cast`` and ``norm`` serve gradients and
+parameters; ``quantize`` and ``dequantize_sum`` serve low-bit collectives.
+
+No silent fallback: a device without a kernel raises KernelUnavailable. NPUZERO_BACKEND=reference runs every op's
+plain-torch reference instead (slow; for comparison).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the doors check: ContractErrors that name the op and the argument.
+"""Checks of the ops' arguments: ContractErrors that name the op and the argument.
 
-A step goes through the doors with hundreds of tensors, so what is done per tensor is kept to about a microsecond: text
-is made only where something is wrong.
+A step passes hundreds of tensors through them, so the work per tensor is kept to about a microsecond: text is made only
+for errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def check_tensor(
     op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
 ) -> None:
-    """Check for a dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
+    """Check for a dense, contiguous tensor in memory, of one of `dtypes`, on `device` if given."""
     if not _is_usable(value, dtypes, device):
         _refuse_tensor(f"{op}: {name}", value, dtypes, device)
 
@@ -36,7 +36,7 @@ def check_tensor_line(
 ) -> Sequence[Any]:
     """Check a tensor, or a sequence of tensors, as `check_tensor` does, on one device, each of `counts[i]` elements.
 
-    Returns the sequence, of one where a tensor came. Where `optional`, any may be None; None alone stands for all.
+    Returns the sequence, of length one for a tensor. If `optional`, any entry may be None; None alone means all.
     """
     lone = buffer is None or isinstance(buffer, torch.Tensor)
     values = (buffer,) if lone else buffer
@@ -49,7 +49,7 @@ def check_tensor_line(
     present = [i for i, value in enumerate(values) if value is not None] if optional else range(len(values))
     chosen = [values[i] for i in present] if optional else values
     if not _all_usable(chosen, dtypes, device):
-        # Only now, to say which of them it is, each by itself.
+        # The fast check found a fault: check one by one to name the tensor at fault.
         for i in present:
             one = device or getattr(values[0], "device", None)
             if not _is_usable(values[i], dtypes, one):
@@ -61,9 +61,13 @@ def check_tensor_line(
 
 
 def _all_usable(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
-    """Ask `_is_usable` of each, all on one device; a question at a time for all takes a quarter of the time."""
+    """Return whether all values pass `_is_usable`, on one device.
+
+    One property at a time for all values takes a quarter of the time.
+    """
     if not {isinstance(value, torch.Tensor) for value in values} <= {True}:
         return False
+    # Sets of values avoid a Python loop; an empty sequence gives empty sets and passes.
     devices = {value.device for value in values}
     return (
         {value.dtype for value in values} <= {*dtypes}
@@ -75,7 +79,7 @@ def _all_usable(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: 
     )
 
 
-# A released tensor's address is its offset, in bytes; those in memory are higher than any.
+# A released tensor's address is its offset in bytes; addresses in memory are higher than any offset.
 _LOW_ADDRESS = 1 << 40
 
 
@@ -86,15 +90,13 @@ def _is_usable(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device
         and (device is None or value.device == device)
         and value.layout is torch.strided
         and value.is_contiguous()
-        and not value.is_neg()  # a conjugate is complex, which no op takes
+        and not value.is_neg()  # is_conj() is only true of complex tensors, which no op takes
         and not is_storage_released(value)
     )
 
 
 def is_storage_released(value: torch.Tensor) -> bool:
-    """Tell whether the storage was resized to nothing under the tensor, as a sharded unit's is:
-    its base address is then 0.
-    """
+    """Return whether the tensor's storage was resized to 0, as a resharded unit's: its base address is then 0."""
     return value.data_ptr() == value.storage_offset() * value.element_size() and value.numel() > 0
 
 
@@ -124,7 +126,7 @@ def _refuse_tensor(subject: str, value: Any, dtypes: tuple[torch.dtype, ...], de
             got="a lazy negative (is_neg())",
             do="Call resolve_neg(), and resolve_conj() on complex tensors before their parts are taken.",
         )
-    _native.device_kind(value.device)  # a meta tensor has no memory either, for another reason
+    _native.device_kind(value.device)  # a meta tensor has no memory either: raise its own error
     raise ContractError(
         subject,
         expected="a tensor in memory",
@@ -141,7 +143,7 @@ def check_flat_tensor(
     device: torch.device | None = None,
     count: int | None = None,
 ) -> None:
-    """Check as `check_tensor` does, and for one dimension, of `count` elements where given."""
+    """Check as `check_tensor` does, and for one dimension, of `count` elements if given."""
     check_tensor(op, name, value, dtypes, device)
     if value.dim() != 1:
         raise ContractError(
@@ -177,7 +179,7 @@ def _refuse_count(subject: str, count: int, value: torch.Tensor) -> NoReturn:
 def check_disjoint(
     op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
-    """Check that no written tensor shares memory with any other of the call; read ones may with each other."""
+    """Check that no written tensor shares memory with any other of the call; read tensors may share."""
     named = [*written, *read]
     begins = [tensor.data_ptr() for _, tensor in named]
     sizes = [tensor.nbytes for _, tensor in named]
@@ -187,8 +189,9 @@ def check_disjoint(
 def check_address_ranges(
     op: str, begins: Sequence[int], sizes: Sequence[int], written: int, name: Callable[[int], str]
 ) -> None:
-    """Check as `check_disjoint` does, by addresses and bytes of many, the written first; `name(i)` names what is
-    wrong.
+    """Check as `check_disjoint` does, by addresses and sizes in bytes, the written ones first.
+
+    `name(i)` names the buffer at fault.
     """
     found = _native.overlap(begins, sizes, written)
     if found is not None:

@@ -1,4 +1,4 @@
-"""What the doors of the updates share: buffers checked once and written launch after launch, segments of their line.
+"""Launch code that the optimizer updates share: buffers checked once, and segments of their line.
 
 Contract: csrc/core/flat.h.
 """
@@ -26,7 +26,7 @@ from npuzero.plan import MOMENT_BLOCK
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 SomeTensors = torch.Tensor | Sequence[torch.Tensor | None] | None
 
-#: begin and end on the line, index of coefficients, stream, and begin's place in it.
+#: begin and end on the line, index of coefficients, stream, and the place of begin in the stream.
 Range = tuple[int, int, int, int, int]
 
 _F32, _LOW = (torch.float32,), (torch.bfloat16, torch.float16)
@@ -34,7 +34,7 @@ _MASTERS, _MOMENTS = (torch.float32, torch.bfloat16), (torch.float32, torch.bflo
 
 
 class UpdateSegment(Protocol):
-    """Hold what every update's segments have; the rest is an op's own."""
+    """Define the fields that the segments of every update have."""
 
     @property
     def begin(self) -> int: ...
@@ -59,22 +59,22 @@ class UpdateSegment(Protocol):
 
 
 S = TypeVar("S", bound=UpdateSegment)
-#: An option's name, whether what must hold of it does, and what is expected.
+#: An option's name, whether its value is valid, and the expectation for the error.
 Rule = tuple[str, bool, str]
 
 _RANGE = attrgetter("begin", "end", "stream", "place")
 
 
 class UpdateLine(ABC, Generic[S]):
-    """Hold the buffers that launch after launch writes, checked once; arguments and errors are its op's."""
+    """Hold the buffers of repeated launches, checked once; arguments and errors are its op's."""
 
     op: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]
-    #: How many of the moments every tensor has; the others may be None.
+    #: The number of moments that every tensor has; further ones may be None.
     least_moments: ClassVar[int]
-    #: What a row of `dynamic` holds.
+    #: The columns of `dynamic`.
     dynamic: ClassVar[tuple[str, ...]]
-    #: The options of a segment of which its coefficients depend.
+    #: The options of a segment that determine its coefficients.
     hyper: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -91,7 +91,7 @@ class UpdateLine(ABC, Generic[S]):
         ]
         lows = _check.check_tensor_line(op, "low", low, _LOW, device, counts, optional=True)
         remainders = _check.check_tensor_line(op, "remainder", remainder, (torch.int16,), device, counts, optional=True)
-        # The buffers in the order of a row of csrc/bindings.cpp, but for the gradient, its last.
+        # The buffers in the order of a row in csrc/bindings.cpp, without the gradient, which is last there.
         self._written: list[Sequence[Any]] = [masters, *self._moments, lows, remainders]
         self._check_dtypes()
         _check.check_integer(op, "seed", seed, 0, 2**64 - 1)
@@ -99,7 +99,7 @@ class UpdateLine(ABC, Generic[S]):
         bounds = [0, *itertools.accumulate(counts)]
         self._bounds = bounds
         self._blocks = {i for i, tensor in enumerate(self._moments[0]) if tensor.dtype == torch.uint8}
-        #: Ranges of the line that lack a moment.
+        #: Ranges of the line that lack the last moment.
         self._lacking = [(bounds[i], bounds[i + 1]) for i, tensor in enumerate(self._moments[-1]) if tensor is None]
         self._at = [_tensor_addresses(tensors) for tensors in self._written]
         self._read: tuple[list[int], ...] = ()
@@ -111,13 +111,11 @@ class UpdateLine(ABC, Generic[S]):
         """Return the float32 constants of one update, in the order of the op's group in C++."""
 
     def _rules(self, segment: S) -> Sequence[Rule]:
-        """Return what must hold of a segment's options beside :func:`_common_segment_rules`."""
+        """Return the rules for a segment's options in addition to :func:`_common_segment_rules`."""
         return ()
 
     def _all_moments(self, segment: S) -> str:
-        """Return the option by which a segment wants all moments, where not every tensor must have them;
-        else nothing.
-        """
+        """Return the name of the option by which a segment needs the optional moments; "" if it needs none."""
         return ""
 
     @staticmethod
@@ -129,10 +127,10 @@ class UpdateLine(ABC, Generic[S]):
     def _run_reference(*arguments: Any) -> None: ...
 
     def _is_of(self, line: Sequence[Sequence[torch.Tensor | None]]) -> bool:
-        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew.
+        """Return whether these are the line's tensors, with unchanged memory: then the line can be reused.
 
         Args:
-            line: masters, moments, low, remainder, of each as many.
+            line: masters, moments, low, remainder, each with the same number of tensors.
         """
         master: Sequence[Any] = line[0]
         return (
@@ -191,18 +189,18 @@ class UpdateLine(ABC, Generic[S]):
         )
 
     def _prepare(self, segments: Iterable[S], rows: int) -> tuple[list[Range], list[Any]]:
-        """Check ranges and join like neighbours; return them and the coefficients that they index.
+        """Check the segments and merge equal neighbours; return the ranges and the coefficients that they index.
 
         Args:
-            rows: that dynamic has.
+            rows: the number of rows in dynamic.
         """
         bounds, blocks, lacking = self._bounds, self._blocks, self._lacking
-        # Each step comes here with a segment for each parameter: what is checked of options is checked once for each
-        # set of them, and neighbours that agree become one range, so that a launch has few.
+        # Every step passes a segment for each parameter. Options are checked once per distinct set, and neighbours with
+        # the same options become one range, so that a launch has few ranges.
         hyper_of = attrgetter(*self.hyper)
         ranges: list[Range] = []
         index: dict[Any, int] = {}
-        wanting: dict[int, str] = {}  # by a group's index, the option that wants what some tensors lack
+        wanting: dict[int, str] = {}  # by group index, the option that needs a moment which some tensors lack
         groups: list[Any] = []
         last = 0
         for i, segment in enumerate(segments):
@@ -229,7 +227,7 @@ class UpdateLine(ABC, Generic[S]):
                     wanting[group] = option
             if group in wanting and any(begin < bound and start < end for start, bound in lacking):
                 self._refuse_hyper(i, segment, wanting[group], f"False without {self.moments[-1]}")
-            # Their draws must go on as well: place - begin is the same within a range.
+            # Merge only if the draws also continue: place - begin is constant within a range.
             if ranges and begin == last and ranges[-1][2:] == (group, stream, place - begin + ranges[-1][0]):
                 ranges[-1] = (ranges[-1][0], end, *ranges[-1][2:])
             else:
@@ -254,7 +252,7 @@ class UpdateLine(ABC, Generic[S]):
         )
 
     def _check_dtypes(self) -> None:
-        """Check that moments of one tensor are stored alike, and that beside a master lies what goes with it."""
+        """Check that a tensor's moments have one dtype, and that low and remainder fit its master's dtype."""
         masters, *moments, lows, remainders = self._written
         for i, (p, rounded, rest, m, *others) in enumerate(zip(masters, lows, remainders, *moments, strict=True)):
             for name, other in zip(self.moments[1:], others, strict=True):
@@ -278,7 +276,7 @@ class UpdateLine(ABC, Generic[S]):
     def _check_apart(
         self, grads: Sequence[torch.Tensor], at: list[list[int]], scalars: list[tuple[str, torch.Tensor]]
     ) -> None:
-        """Check that no buffer shares memory with another; gradients and scalars, only read, may with each other."""
+        """Check that no buffer shares memory with another; gradients and scalars are only read and may share."""
         n, line = len(grads), [*self._written, grads]
         names = ("master", *self.moments, "low", "remainder", "grad")
 
@@ -315,10 +313,10 @@ def _dtype_codes(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def _stored_element_counts(moments: SomeTensors, counts: Sequence[int]) -> Sequence[int]:
-    """Return of how many elements a moment's tensors must be."""
+    """Return the number of elements that each tensor of a moment must have."""
     tensors = (moments,) if isinstance(moments, torch.Tensor) else moments
     if tensors is None or len(tensors) != len(counts):
-        return counts  # which is what will be refused
+        return counts  # the length error is raised later
     dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
     return [stored_numel(n, dtype) if dtype == torch.uint8 else n for n, dtype in zip(counts, dtypes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What the doors of both ops of a thin wire check. Contract: csrc/core/wire.h."""
+"""Checks that quantize and dequantize_sum share. Contract: csrc/core/wire.h."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 2**31 - 1  # messages
 def check_messages(
     op: str, name: str, messages: torch.Tensor, values: tuple[str, torch.Tensor], bits: int, rows: int, pieces: int
 ) -> None:
-    """Check bits, rows and pieces, that `values` have whole blocks in each piece, and messages for all of it."""
+    """Check bits, rows and pieces, that `values` have full blocks in each piece, and the length of messages."""
     if type(bits) is not int or bits not in _BLOCK:
         raise ContractError(f"{op}: bits", expected="8 or 4", got=repr(bits), do="Pass one of these.")
     _check.check_integer(op, "rows", rows, 1, _MOST)

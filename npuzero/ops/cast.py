@@ -1,4 +1,4 @@
-"""One flat buffer into another dtype. Contract: csrc/ops/cast.h."""
+"""Cast one flat buffer into another dtype. Contract: csrc/ops/cast.h."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _TARGETS = {
 def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", seed: int = 0, offset: int = 0) -> None:
     """Write `src` into `dst`, rounded to `dst`'s dtype.
 
-    NaN stays NaN and infinity infinity; denormals are values like any other. Beyond the largest finite value of the
-    target a number becomes infinity.
+    NaN stays NaN and infinity stays infinity; denormals are kept. A number beyond the target's largest finite value
+    becomes infinity.
 
     Args:
-        src: flat; float32, bfloat16 or float16 (float32 alone unless rounding is "nearest").
+        src: flat; float32, bfloat16 or float16 (only float32 unless rounding is "nearest").
         dst: flat, as long as src; any of the three for "nearest", float32 for "tf32", else bfloat16.
-        rounding: "nearest" (ties to even; between bfloat16 and float16 by way of float32); "away" (to nearest, ties
+        rounding: "nearest" (ties to even; between bfloat16 and float16 via float32); "away" (to nearest, ties
             away from zero, as flat_adam's copies of masters); "tf32" (10 bits of mantissa, to nearest, ties away from
-            zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with the probability that keeps
+            zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with probabilities that preserve
             the mean).
-        seed: "stochastic" only, 0 to 2^64 - 1: key of the Philox4x32-10 (Salmon et al., SC 2011) behind the draws.
-        offset: "stochastic" only: place of src[0] in the whole. An element's 16 random bits depend on seed and place
-            alone, being made of a word of its row (2048 places) and one of its column; those of any three elements are
-            independent (csrc/ops/cast.h).
+        seed: "stochastic" only, 0 to 2^64 - 1: key of the Philox4x32-10 (Salmon et al., SC 2011) that makes the draws.
+        offset: "stochastic" only: place of src[0] in the stream. An element's 16 random bits depend only on seed and
+            place: they combine a word of its row (2048 places) and a word of its column. The bits of any three elements
+            are independent (csrc/ops/cast.h).
 
     Raises:
         ContractError: wrong dtype, device, length or range, or shared memory.

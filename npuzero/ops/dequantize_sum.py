@@ -1,4 +1,4 @@
-"""The sum of what several ranks sent over a thin wire. Contract: csrc/ops/dequantize_sum.h."""
+"""Dequantize and sum the messages of several ranks. Contract: csrc/ops/dequantize_sum.h."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def dequantize_sum(
     pieces: int = 1,
     accumulate: bool = False,
 ) -> None:
-    """Add up what `quantize` made on several ranks, row by row in float32, rounded once.
+    """Sum the messages that `quantize` made on several ranks, row by row in float32, rounded once.
 
-    The result depends on the messages and their order alone; a block that was not finite in one row is NaN.
+    The result depends only on the messages and their order; a block that was not finite in one row is NaN.
 
     Args:
-        messages: uint8, `rows` times `pieces` messages side by side (csrc/core/wire.h), the pieces of a row one after
-            another. It begins at a multiple of 64 bytes.
-        out: float32, bfloat16 or float16, flat, whole blocks in each piece; may be empty.
-        bits: 8 or 4, as the messages were made.
-        rows: how many sums, one for each rank that sent.
-        pieces: how many messages `out` is made of, of equal parts of it.
+        messages: uint8, `rows` times `pieces` consecutive messages (csrc/core/wire.h), row by row. Its address is a
+            multiple of 64 bytes.
+        out: float32, bfloat16 or float16, flat, a multiple of the block size in each piece; may be empty.
+        bits: 8 or 4, as in `quantize`.
+        rows: the number of summands, one for each sending rank.
+        pieces: the number of messages that make up `out`, for equal consecutive parts of it.
         accumulate: add the sum to `out`, in float32, instead of replacing it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One Adam/AdamW update of a flat shard, or of many tensors, by one launch.
+"""Update a flat shard, or many tensors, by Adam or AdamW in one launch.
 
 Formula and contract: csrc/ops/flat_adam.h.
 """
@@ -22,12 +22,12 @@ from npuzero.ops.reference import flat_adam as reference
 class AdamSegment:
     """Describe a range [begin, end) of the line, in elements, and its update; names as in torch.optim.Adam.
 
-    `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. Without
-    `bias_correction` moments are taken for what they are, however few steps they have seen. `row`: the row of `dynamic`
-    that has the coefficients of lr and step, which are then not looked at.
+    `step` counts from 1 and includes this update. `decoupled` is AdamW's weight decay, else it is L2's. Without
+    `bias_correction` moments are used without correction, after any number of steps. `row`: the row of `dynamic` with
+    the coefficients of lr and step, which are then ignored.
 
-    Random bits (where something is rounded stochastically) depend on seed, step, stream and place alone: `stream` says
-    of which parameter the elements are, `place` where in it `begin` lies (None: the line is the parameter).
+    Random bits (for stochastic rounding) depend only on seed, step, stream and place: `stream` identifies the
+    parameter, `place` is the index of `begin` in it (None: the line is the parameter).
     """
 
     begin: int
@@ -47,7 +47,7 @@ class AdamSegment:
     bias_correction: bool = True
 
 
-#: What a row of `dynamic` holds, see :func:`flat_adam`.
+#: The columns of `dynamic`, see :func:`flat_adam`.
 DYNAMIC = ("step_size", "bias2_sqrt", "decay", "step")
 
 
@@ -66,29 +66,30 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
     dynamic: torch.Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """Update the covered ranges of master and moments in place; the rest is neither read nor written.
+    """Update the covered ranges of master and moments in place; other elements are neither read nor written.
 
-    Each buffer is one tensor, such as a flat shard's, or a sequence of tensors, one for each of `master`'s and of as
-    many elements. The segments are ranges of the line: of the tensors laid end to end.
+    Each buffer is one tensor, such as a flat shard's, or a sequence of tensors, one for each of `master`'s and with as
+    many elements. The segments are ranges of the line: of the concatenated tensors.
 
     Args:
-        master: any shape, contiguous; in place. float32; or bfloat16, which is with a remainder the upper half of a
-            float32, without one rounded stochastically.
-        exp_avg, exp_avg_sq: as many elements; float32; bfloat16; or uint8 as :func:`stored_numel` of them: 8-bit codes
-            and an exponent for each MOMENT_BLOCK. Both alike; in place.
-        grad: float32, bfloat16 or float16; in a sequence not necessarily all the same.
-        segments: ascending and disjoint. Where moments are uint8, begins are whole blocks of their tensor, and of a
-            block that is covered in part only the rest is not kept.
+        master: any shape, contiguous; in place. float32; or bfloat16: with a remainder the upper half of a float32,
+            without one rounded stochastically.
+        exp_avg, exp_avg_sq: as many elements; float32; bfloat16; or uint8 with :func:`stored_numel` elements: 8-bit
+            codes, then an exponent for each MOMENT_BLOCK. Both in the same dtype; in place.
+        grad: float32, bfloat16 or float16; dtypes may differ in a sequence.
+        segments: ascending and disjoint. With uint8 moments, each begin is a multiple of MOMENT_BLOCK in its tensor;
+            the uncovered part of a partly covered block is lost.
         low: bfloat16 (ties away from zero, as the upper half) or float16 (ties to even): gets float32 masters rounded.
-            None, or None in a sequence, where there is none.
-        remainder: int16: the lower half of masters whose upper half is bfloat16; else as low.
-        max_exp_avg_sq: as exp_avg_sq; needed where a segment has amsgrad, else as low.
+            None, or None in a sequence, if there is none.
+        remainder: int16: the lower half of masters with the upper half in bfloat16; None as for low.
+        max_exp_avg_sq: as exp_avg_sq; required for a segment with amsgrad; None as for low.
         grad_scale: float32[1] that multiplies the gradient.
-        skip: float32[1]; where it is not zero nothing is written.
-        dynamic: float32[rows, 4]: step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step) (lr and 1 where
-            there is no bias correction), decay (1 - lr * weight_decay where decoupled, else 1) and step of the segments
-            that name a row, for lr and steps that only the device knows; :func:`npuzero.optim.dynamic_rows` makes it.
-        seed: in [0, 2^64), of what is rounded stochastically: exp_avg_sq where it is not float32, masters in bfloat16.
+        skip: float32[1]; if not zero, no buffer is written.
+        dynamic: float32[rows, 4]: step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step) (lr and 1
+            without bias correction), decay (1 - lr * weight_decay if decoupled, else 1) and step, for segments that
+            name a row because only the device knows lr and step; :func:`npuzero.optim.dynamic_rows` makes it.
+        seed: in [0, 2^64), for stochastic rounding of: exp_avg_sq unless float32, masters in bfloat16 without
+            remainder.
 
     Raises:
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
@@ -127,7 +128,7 @@ def adam_coefficients(segment: AdamSegment) -> reference.AdamCoefficients:
 
 
 class AdamLine(_flat.UpdateLine[AdamSegment]):
-    """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_adam`'s."""
+    """Hold the buffers of repeated launches, checked once; arguments and errors are :func:`flat_adam`'s."""
 
     op = "flat_adam"
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -162,7 +163,7 @@ class AdamLine(_flat.UpdateLine[AdamSegment]):
         low: Sequence[torch.Tensor | None],
         remainder: Sequence[torch.Tensor | None] | None = None,
     ) -> bool:
-        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        """Return whether these are the line's tensors, with unchanged memory: then the line can be reused."""
         return self._is_of((master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder or (None,) * len(low)))
 
     def _rules(self, segment: AdamSegment) -> Sequence[Rule]:

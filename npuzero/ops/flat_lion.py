@@ -1,4 +1,4 @@
-"""One Lion update of a flat shard, or of many tensors, by one launch.
+"""Update a flat shard, or many tensors, by Lion in one launch.
 
 Formula and contract: csrc/ops/flat_lion.h.
 """
@@ -19,10 +19,10 @@ from npuzero.ops.reference import flat_lion as reference
 
 @dataclass(frozen=True)
 class LionSegment:
-    """Describe a range [begin, end) of the line, in elements, and how it is updated.
+    """Describe a range [begin, end) of the line, in elements, and its update.
 
-    `step` counts from 1 and already includes this update; random bits depend on it, and nothing else. `row`: the row of
-    `dynamic` that has the coefficients of lr and step, which are then not looked at. `stream` and `place` are those of
+    `step` counts from 1 and includes this update; only random bits depend on it. `row`: the row of `dynamic` with the
+    coefficients of lr and step, which are then ignored. `stream` and `place` are as in
     :class:`npuzero.ops.AdamSegment`.
     """
 
@@ -39,7 +39,7 @@ class LionSegment:
     place: int | None = None
 
 
-#: What a row of `dynamic` holds, see :func:`flat_lion`.
+#: The columns of `dynamic`, see :func:`flat_lion`.
 DYNAMIC = ("step_size", "decay", "step")
 
 
@@ -56,22 +56,22 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
     dynamic: torch.Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """Update the covered ranges of master and moment in place; the rest is neither read nor written.
+    """Update the covered ranges of master and moment in place; other elements are neither read nor written.
 
-    Buffers, the line, and what is stored how are as :func:`npuzero.ops.flat_adam` has them.
+    Buffers, the line and the stored dtypes are as in :func:`npuzero.ops.flat_adam`.
 
     Args:
         master: any shape, contiguous; in place. float32 or bfloat16.
-        exp_avg: as many elements; float32, bfloat16 or uint8; in place. Rounded stochastically where not float32.
+        exp_avg: as many elements; float32, bfloat16 or uint8; in place. Rounded stochastically unless float32.
         grad: float32, bfloat16 or float16.
         segments: ascending and disjoint.
         low: bfloat16 or float16: gets float32 masters rounded; or None.
-        remainder: int16: the lower half of masters whose upper half is bfloat16; or None.
+        remainder: int16: the lower half of masters with the upper half in bfloat16; or None.
         grad_scale: float32[1] that multiplies the gradient.
-        skip: float32[1]; where it is not zero nothing is written.
-        dynamic: float32[rows, 3]: step_size = lr, decay = 1 - lr * weight_decay and step of the segments that name a
-            row, for lr and steps that only the device knows.
-        seed: in [0, 2^64), of what is rounded stochastically: exp_avg, and masters in bfloat16 alone.
+        skip: float32[1]; if not zero, no buffer is written.
+        dynamic: float32[rows, 3]: step_size = lr, decay = 1 - lr * weight_decay and step, for segments that name a row
+            because only the device knows lr and step.
+        seed: in [0, 2^64), for stochastic rounding of: exp_avg, and masters in bfloat16 without remainder.
 
     Raises:
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
@@ -100,7 +100,7 @@ def lion_coefficients(segment: LionSegment) -> reference.LionCoefficients:
 
 
 class LionLine(_flat.UpdateLine[LionSegment]):
-    """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_lion`'s."""
+    """Hold the buffers of repeated launches, checked once; arguments and errors are :func:`flat_lion`'s."""
 
     op = "flat_lion"
     moments = ("exp_avg",)
@@ -128,7 +128,7 @@ class LionLine(_flat.UpdateLine[LionSegment]):
         low: Sequence[torch.Tensor | None],
         remainder: Sequence[torch.Tensor | None] | None = None,
     ) -> bool:
-        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        """Return whether these are the line's tensors, with unchanged memory: then the line can be reused."""
         return self._is_of((master, exp_avg, low, remainder or (None,) * len(low)))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Sum of squares and number of non-finite elements, taken in passing where gradients are added.
+"""Compute the sum of squares and the number of non-finite elements, in the pass that adds gradients.
 
 Contract and order of the sum: csrc/ops/norm.h.
 """
@@ -16,14 +16,14 @@ from npuzero.ops.reference import norm as reference
 def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
     """Write {sum of squares, number of infinite or NaN elements} of `x` in one pass, after adding `addend` to it.
 
-    Every element takes part in the sum: it is infinite or NaN where the count is not zero. The result depends on the
-    values and the length alone, not on the number of threads or the instruction set.
+    The sum covers every element, so it is infinite or NaN if the count is not zero. The result depends only on the
+    values and the length, not on the number of threads or the instruction set.
 
     Args:
-        x: float32, bfloat16 or float16, flat; may be empty. With an addend float32, in place.
+        x: float32, bfloat16 or float16, flat; may be empty. With an addend: float32, updated in place.
         out: float64[2].
         addend: float32, bfloat16 or float16, as long as x: first x = x + addend * scale, in float32.
-        scale: of the addend.
+        scale: factor of the addend.
 
     Raises:
         ContractError: wrong dtype, device, shape, or shared memory.
@@ -44,7 +44,7 @@ def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = No
 def norm_unchecked(
     x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """Do as `norm` does, for arguments that keep its contract by construction, as an engine's do in every step."""
+    """Run `norm` without checks, for arguments that fulfil its contract by construction, such as an engine's."""
     if _native.backend() == "reference":
         reference.reference_norm(x, out, addend, scale)
         return

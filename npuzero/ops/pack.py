@@ -1,7 +1,7 @@
-"""Many tensors to one flat communication buffer, and back. Contract: csrc/ops/pack.h.
+"""Pack many tensors into one flat communication buffer, and unpack them. Contract: csrc/ops/pack.h.
 
-A step packs hundreds of small tensors, so what is done per tensor is kept to about a microsecond: plain integers, one
-loop, text only where something is wrong.
+A step packs hundreds of small tensors, so the work per tensor is kept to about a microsecond: plain integers, one loop,
+and text only for errors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def pack(
 ) -> None:
     """Compute wire[offsets[i] : offsets[i] + tensors[i].numel()] = tensors[i] * scale, in float32, rounded once.
 
-    Where dtypes agree and there is neither scale nor accumulation, bits are copied. What no tensor covers is untouched.
+    With equal dtypes, no scale and no accumulation, bits are copied. Uncovered elements are untouched.
 
     Args:
-        tensors: contiguous, any shape; float32, bfloat16 or float16, not necessarily all the same.
+        tensors: contiguous, any shape; float32, bfloat16 or float16; dtypes may differ.
         offsets: elements of the communication buffer ``wire``, one per tensor; the ranges are disjoint, in any order.
         wire: flat; float32, bfloat16 or float16.
         scale: a number, or float32[1] on the device, so that it may depend on data; None means no multiplication.
@@ -57,7 +57,7 @@ def pack_unchecked(
     scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
-    """Do as `pack` does, for arguments that keep its contract by construction, as an engine's do in every step."""
+    """Run `pack` without checks, for arguments that fulfil its contract by construction, such as an engine's."""
     if _native.backend() == "reference":
         reference.reference_pack(tensors, _wire_ranges(tensors, offsets, wire), scale, accumulate)
         return
@@ -78,10 +78,10 @@ def unpack(
     scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
-    """Compute tensors[i] = wire[offsets[i] : offsets[i] + tensors[i].numel()] * scale: `pack` the other way,
-    same contract.
+    """Compute tensors[i] = wire[offsets[i] : offsets[i] + tensors[i].numel()] * scale: the reverse of `pack`.
 
-    The tensors are written and share no memory; the ranges of the wire are read and may overlap.
+    The contract is the same. The tensors are written and share no memory; the ranges of the wire are read and may
+    overlap.
     """
     spans = _check_wire_spans("unpack", tensors, offsets, wire)
     _check_pack_scale("unpack", scale, wire.device, [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)])
@@ -101,7 +101,7 @@ def unpack(
 def _check_wire_spans(
     op: str, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor
 ) -> list[tuple[int, int, int]]:
-    """Return for each tensor its address, the address of its range in the wire, and its elements; all of it checked."""
+    """Check the arguments; return each tensor's address, its range's address in the wire, and its elements."""
     _check.check_flat_tensor(op, "wire", wire, _check.FLOATS)
     if len(tensors) != len(offsets):
         raise ContractError(

@@ -1,4 +1,4 @@
-"""Values in a few bits each, for a thin wire. Contract: csrc/ops/quantize.h."""
+"""Quantize a tensor to a few bits per element for low-bit collectives. Contract: csrc/ops/quantize.h."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def quantize(
 ) -> None:
     """Round `source` to 8 or 4 bits an element, in blocks of 256 or 128 that share a bfloat16 scale.
 
-    A scale is the block's largest magnitude over 127 or 7, rounded up, and at least 2^-120, so that no code is clipped;
-    codes are rounded to nearest, ties to even, and lose half a scale, or a ten-thousandth of one more (block-wise, as
-    Dettmers et al., ICLR 2022, and ZeRO++, Wang et al., 2023). A block with an infinity or a NaN becomes NaN as a
-    whole, on the other side.
+    A scale is the block's largest magnitude over 127 or 7, rounded up, and at least 2^-120, so that no code is clipped.
+    Codes are rounded to nearest, ties to even; the error is at most half a scale plus a ten-thousandth of one
+    (block-wise, as Dettmers et al., ICLR 2022, and ZeRO++, Wang et al., 2023). A block with an infinity or a NaN is
+    received as all NaN.
 
     Args:
-        source: float32, bfloat16 or float16, flat, whole blocks in each piece; may be empty.
-        message: uint8, as many bytes as `pieces` messages have (csrc/core/wire.h): codes, then scales; what is behind
-            the scales is not written. It begins at a multiple of 64 bytes.
+        source: float32, bfloat16 or float16, flat, a multiple of the block size in each piece; may be empty.
+        message: uint8, the bytes of `pieces` messages (csrc/core/wire.h): codes, then scales; bytes after the scales
+            are not written. Its address is a multiple of 64 bytes.
         bits: 8 or 4.
-        pieces: how many messages `source` becomes, of equal parts of it, side by side: one for each rank.
-        residual: float32, as long as source: it is added to source in float32 before rounding, and becomes what
-            rounding lost (error feedback, Seide et al., Interspeech 2014); 0 in a block that is not finite.
+        pieces: the number of messages, one for each rank, from equal consecutive parts of `source`.
+        residual: float32, as long as source: added to source in float32 before rounding, then set to the rounding error
+            (error feedback, Seide et al., Interspeech 2014); 0 in a block that is not finite.
 
     Raises:
         ContractError: wrong dtype, device, length, alignment or range, or shared memory.

@@ -1,4 +1,4 @@
-"""The batch of a step over whatever ranks there are: the same samples in the same order, divided anew."""
+"""Divide the global batch of a step over any number of ranks: the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _SEED = SettingRule(int, "where the order of samples begins", least=0, most=2**3
     shuffle="seed",
 )
 class GlobalBatch:
-    """Divide each step's batch over the data ranks there are, as micro-batches of equal size.
+    """Divide each step's batch over the data ranks, as micro-batches of equal size.
 
-    Which samples a step sees follows from ``samples``, ``size`` and ``seed`` alone, and their order too: a run that
-    goes on from a checkpoint with fewer ranks, or more, takes the same steps, in more micro-batches or fewer. Nothing
-    is kept between steps, so the number of the step is the whole position in the data. Ranks that share their batches
-    (of the tensor, pipe or sequence axis) get the same.
+    The samples of a step and their order depend on ``samples``, ``size`` and ``seed`` only. A run resumed on fewer or
+    more ranks takes the same steps, in more or fewer micro-batches. The object has no state between steps, so the step
+    number is the full position in the data. Ranks that share batches (along the tensor, pipe or sequence axis) get the
+    same.
 
     Args:
-        samples: in the data set, each of which every epoch visits once; a batch may lie in two epochs.
-        size: samples in a step, of all ranks together.
-        micro: samples in a micro-batch at most; fewer where that does not divide a rank's share.
-        seed: of the order of epochs (8 bytes a sample are kept); None: in the order of the data, epoch by epoch.
-        mesh: the ranks; None: all of this run, each with data of its own.
+        samples: in the data set; every epoch visits each once; a batch may span two epochs.
+        size: samples in a step, over all ranks.
+        micro: the most samples in a micro-batch; fewer if it does not divide a rank's share.
+        seed: of each epoch's order (8 bytes a sample are cached); None: the order of the data in every epoch.
+        mesh: the ranks; None: all ranks of this run, each with different data.
 
     Attributes:
         size: as given.
         micro: samples in each micro-batch.
-        accumulate: micro-batches of this rank in each step, equally many on every rank.
+        accumulate: micro-batches in each step, the same number on every rank.
 
     Raises:
-        ConfigError: the data ranks do not divide ``size``, or an argument is no such number.
+        ConfigError: the data ranks do not divide ``size``, or an argument is out of range.
 
     Example::
 
@@ -80,13 +80,13 @@ class GlobalBatch:
         self._seed = seed
 
     def micro_batches(self, step: int) -> Iterator[list[int]]:
-        """Yield this rank's part of a step, as indices into the data set, a micro-batch at a time.
+        """Yield this rank's part of a step: for each micro-batch its indices into the data set.
 
         Args:
             step: from 0.
 
         Raises:
-            ConfigError: it is no such number.
+            ConfigError: ``step`` is not a number from 0.
 
         Example::
 
@@ -103,12 +103,12 @@ class GlobalBatch:
         )
 
     def _sample(self, place: int) -> int:
-        """Return the index of the sample at ``place``, counted from the first epoch's beginning."""
+        """Return the index of the sample at ``place``, counted from the start of the first epoch."""
         epoch, index = divmod(place, self._samples)
         return index if self._seed is None else int(_epoch_order(self._samples, self._seed, epoch)[index])
 
 
-@lru_cache(maxsize=2)  # a batch may lie in two epochs
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def _epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order in which an epoch visits its samples: int64[samples], the same on every machine."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -1,18 +1,18 @@
 """Collectives that autograd differentiates: pure functions of a tensor over a communicator.
 
-They come in pairs of conjugates: the backward of each is the other's forward, so derivatives of any order are right.
+They come in conjugate pairs: the backward of each is the forward of the other, so derivatives of any order are right.
 
-    ===========  ======================  ======================  ============================================
-    function     forward                 backward                from, to (the ranks of the group hold)
-    ===========  ======================  ======================  ============================================
-    ``copy_to_ranks``     nothing                 all_reduce              the same, the same of which each uses a part
-    ``all_reduce_sum``    all_reduce              nothing                 parts of a sum, the sum
-    ``all_gather_dim``   all_gather              reduce_scatter          slices, the whole of which each uses a part
-    ``reduce_scatter_dim``  reduce_scatter          all_gather              parts of a sum, slices of the sum
-    ``gather_replicated``  all_gather              this rank's slice       slices, the whole that all use alike
-    ``split_replicated``    this rank's slice       all_gather              the same, slices
-    ``all_to_all_dims``     all_to_all              all_to_all              slices of one dimension, slices of another
-    ===========  ======================  ======================  ============================================
+    ======================  =================  =================  ============================================
+    function                forward            backward           from, to (on the ranks of the group)
+    ======================  =================  =================  ============================================
+    ``copy_to_ranks``       nothing            all_reduce         the same, the same: each uses a part
+    ``all_reduce_sum``      all_reduce         nothing            partial sums, the sum
+    ``all_gather_dim``      all_gather         reduce_scatter     slices, the full tensor: each uses a part
+    ``reduce_scatter_dim``  reduce_scatter     all_gather         partial sums, slices of the sum
+    ``gather_replicated``   all_gather         this rank's slice  slices, the full tensor: all use it alike
+    ``split_replicated``    this rank's slice  all_gather         the same, slices
+    ``all_to_all_dims``     all_to_all         all_to_all         slices of one dimension, slices of another
+    ======================  =================  =================  ============================================
 
 Megatron-LM's f and g are ``copy_to_ranks`` and ``all_reduce_sum`` (Shoeybi et al. 2019, section 3), its
 sequence-parallel g and g-bar ``all_gather_dim`` and ``reduce_scatter_dim`` (Korthikanti et al. 2022, section 4.2.2);
@@ -20,11 +20,10 @@ sequence-parallel g and g-bar ``all_gather_dim`` and ``reduce_scatter_dim`` (Kor
 
 Invariants:
     * all ranks of the group call the same functions in the same order, also in backward, on equal shapes and dtypes;
-    * sums run as the communicator's: in the order of ranks, bf16 and f16 added in f32 and rounded once; what is the
-      same on all ranks is so to the bit;
-    * results (but that of ``copy_to_ranks``, a view) are contiguous and may be written into; nothing is saved for
-    backward;
-      a group of one rank returns ``x`` itself.
+    * sums run as the communicator's: in rank order, bf16 and f16 added in f32 and rounded once; values that are the
+      same on all ranks have the same bits;
+    * results are contiguous and may be written into, except the view from ``copy_to_ranks``; no tensor is saved for
+      backward; a group of one rank returns ``x`` itself.
 """
 
 from __future__ import annotations
@@ -60,16 +59,16 @@ class _ConjugateMap(torch.autograd.Function):
 
 
 def _apply_linear_map(x: Tensor, there: _Map, back: _Map) -> Tensor:
-    # Where nobody asks for derivatives, a function of Python costs more than the map.
+    # Without autograd a Python Function would cost more than the map.
     if not (x.requires_grad and torch.is_grad_enabled()):
         return there(x)
     return cast(Tensor, _ConjugateMap.apply(x, (there, back)))  # type: ignore[no-untyped-call]
 
 
 def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
-    """Return ``x``, which all ranks hold alike; its gradient is the sum of the ranks' gradients.
+    """Return ``x``, the same on all ranks; its gradient is the sum of the ranks' gradients.
 
-    Stands before what each rank computes a part of, such as Linears whose outputs are sharded. Megatron-LM's f.
+    Use it before layers that each rank computes in part, such as Linears with sharded outputs. Megatron-LM's f.
 
     Args:
         x: [...], float; the same on all ranks.
@@ -78,25 +77,25 @@ def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
         return x
     y = x.view_as(x)
     assert y.grad_fn is not None
-    y.grad_fn.register_prehook(partial(_sum_gradients, group))  # cheaper than a function of Python
+    y.grad_fn.register_prehook(partial(_sum_gradients, group))  # cheaper than a Python Function
     return y
 
 
 def all_reduce_sum(x: Tensor, group: Communicator) -> Tensor:
-    """Return the sum of the ranks' ``x``; its gradient, the same on all ranks, is that of each.
+    """Return the sum of the ranks' ``x``; its gradient, the same on all ranks, is the gradient of each ``x``.
 
-    Stands behind what each rank has computed a part of, such as Linears whose inputs are sharded. Megatron-LM's g.
+    Use it after layers that each rank computes in part, such as Linears with sharded inputs. Megatron-LM's g.
 
     Args:
-        x: [...], float; a part of the sum on each rank.
+        x: [...], float; a partial sum on each rank.
     """
     return x if group.size == 1 else _apply_linear_map(x, partial(_all_reduce_copy, group), _identity_view)
 
 
 def all_gather_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    """Return the ranks' ``x`` concatenated along ``dim``; each gets its slice of the sum of the ranks' gradients.
+    """All-gather the ranks' ``x`` along ``dim``; backward reduce-scatters the gradients.
 
-    Stands before what each rank computes a part of, where outside of it a sequence is sharded.
+    Use it before layers that each rank computes in part, where the sequence is sharded outside them.
 
     Args:
         x: [..., n, ...], float; a slice on each rank.
@@ -111,12 +110,12 @@ def all_gather_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 def reduce_scatter_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    """Return this rank's slice along ``dim`` of the sum of the ranks' ``x``; gradients of slices are concatenated.
+    """Reduce-scatter the ranks' ``x`` along ``dim``; backward all-gathers the gradients.
 
-    Stands behind what each rank has computed a part of, where outside of it a sequence is sharded.
+    Use it after layers that each rank computes in part, where the sequence is sharded outside them.
 
     Args:
-        x: [..., n, ...], float; a part of the sum on each rank.
+        x: [..., n, ...], float; a partial sum on each rank.
 
     Returns:
         Tensor[..., n / ranks, ...].
@@ -128,9 +127,9 @@ def reduce_scatter_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 def gather_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    """Return the ranks' ``x`` concatenated along ``dim``, for all ranks to use alike.
+    """All-gather the ranks' ``x`` along ``dim``, if all ranks use the result in the same way.
 
-    The gradient is then the same on all ranks, and each takes its slice: nothing is sent.
+    The gradient is then the same on all ranks, and each takes its slice without communication.
 
     Args:
         x: [..., n, ...], float; a slice on each rank.
@@ -145,7 +144,7 @@ def gather_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 def split_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    """Return this rank's slice along ``dim`` of ``x``, which all ranks hold alike; gradients are concatenated.
+    """Return this rank's slice along ``dim`` of ``x``, the same on all ranks; backward all-gathers the gradients.
 
     Args:
         x: [..., n, ...], float; the same on all ranks.
@@ -160,9 +159,9 @@ def split_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
-    """Return ``x`` sharded along ``split_dim``, which was sharded along ``gather_dim``; gradients travel back.
+    """Reshard ``x`` from ``gather_dim`` to ``split_dim`` by an all-to-all; backward reverses it.
 
-    Stands before attention, from slices of the sequence to slices of the heads, and the other way round behind it.
+    Use it before attention, from slices of the sequence to slices of the heads, and reversed after attention.
 
     Args:
         x: [..., n, ..., m, ...], float: n along ``split_dim`` and m along ``gather_dim``, in either order.
@@ -171,7 +170,7 @@ def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: 
         Tensor[..., n / ranks, ..., m * ranks, ...].
 
     Raises:
-        ContractError: ``x`` lacks a dimension, both are one, or the group does not divide ``split_dim``.
+        ContractError: ``x`` lacks a dimension, both are the same, or the group does not divide ``split_dim``.
     """
     splits, gathers = (
         _normalize_dimension(x, "swap: split_dim", split_dim),
@@ -211,7 +210,7 @@ def _apply_map_along(
     return _apply_linear_map(x, partial(there, group, dim), partial(back, group, dim))
 
 
-# -- the maps: of x, which comes last ----------------------------------------------------------------------------------
+# -- the maps, with x as the last argument -----------------------------------------------------------------------------
 
 
 def _identity_view(x: Tensor) -> Tensor:
@@ -230,7 +229,7 @@ def _all_reduce_copy(group: Communicator, x: Tensor) -> Tensor:
 
 
 def _copy_rank_slice(group: Communicator, dim: int, x: Tensor) -> Tensor:
-    part = x.shape[dim] // group.size  # copied: a view would keep all of x
+    part = x.shape[dim] // group.size  # a copy, because a view would keep all of x alive
     return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
 
 
@@ -239,10 +238,10 @@ def _all_gather_along(group: Communicator, dim: int, x: Tensor) -> Tensor:
 
 
 def _reduce_scatter_along(group: Communicator, dim: int, x: Tensor) -> Tensor:
-    if x.dtype not in WIRES:  # float64, which reduce_scatter does not send
+    if x.dtype not in WIRES:  # float64, which reduce_scatter does not support
         return _copy_rank_slice(group, dim, _all_reduce_copy(group, x))
     part = group.scattered(_pack_slices(x, group.size, dim)).view(_resize_dimension(x.shape, dim, 1, group.size))
-    return part.data  # no view, for autograd: a program may write into it
+    return part.data  # not a view to autograd, so that a program may write into it
 
 
 def _all_to_all_along(group: Communicator, splits: int, gathers: int, x: Tensor) -> Tensor:
@@ -253,23 +252,23 @@ def _all_to_all_along(group: Communicator, splits: int, gathers: int, x: Tensor)
 
 
 def _pack_slices(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """Return the slices along ``dim``, one after the other: without a copy where all dimensions before are 1."""
+    """Return the slices along ``dim`` one after another, without a copy if all dimensions before it are 1."""
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
     return x.ravel()
 
 
 def _unpack_slices(parts: Tensor, ranks: int, shape: Sequence[int], dim: int) -> Tensor:
-    """Return the inverse of ``_pack_slices``, of parts that have ``shape``; likewise without a copy."""
+    """Return the inverse of ``_pack_slices`` for parts of ``shape``, without a copy in the same case."""
     if math.prod(shape[:dim]) > 1:
         whole = parts.view(ranks, *shape).movedim(0, dim).flatten(dim, dim + 1)
     else:
         whole = parts.view(_resize_dimension(shape, dim, ranks, 1))
-    return whole.data  # no view, as above
+    return whole.data  # not a view, as above
 
 
 def _resize_dimension(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
-    """Return ``shape`` with another size along ``dim``."""
+    """Return ``shape`` with ``dim`` multiplied by ``times`` and divided by ``over``."""
     sizes = list(shape)
     sizes[dim] = sizes[dim] * times // over
     return sizes

@@ -1,4 +1,4 @@
-"""The mesh of ranks, as programs make it and give it."""
+"""The public constructor of the mesh of ranks, and checks of a mesh that a program passes in."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def mesh(
     local_size: int | None = None,
     world: World | None = None,
 ) -> Mesh:
-    """Arrange the ranks along named axes; every rank calls it. The sizes multiply to the world.
+    """Arrange the ranks along named axes. Every rank calls it. The product of the sizes is the world size.
 
     Ranks of the ``tensor`` axis are neighbours (0 and 1, 2 and 3, ...), those of ``pipe`` are farthest apart.
 
     Args:
-        data: ranks with data of their own; None: as many as the others leave.
-        sequence: of these, how many neighbours share each sequence.
+        data: ranks with different data; None: as many as the remaining sizes leave.
+        sequence: how many neighbours among the data ranks share each sequence.
         tensor: ranks that divide the layers of one model (tensor parallelism).
         pipe: stages of a pipeline.
-        pod: groups of data ranks over which nothing is sharded, unless a plan says so.
-        local_size: data ranks in the ``local`` axis of plans that shard within groups; None: those that share a host.
-        world: the ranks; None: those of :func:`npuzero.init`.
+        pod: groups of data ranks; no tensor is sharded across groups unless a plan does so.
+        local_size: data ranks in the ``local`` axis of plans that shard within groups; None: the ranks of one host.
+        world: the ranks; None: the world of :func:`npuzero.init`.
 
     Raises:
-        ConfigError: sizes that do not multiply to the world.
+        ConfigError: the product of the sizes is not the world size.
 
     Example::
 
@@ -63,13 +63,13 @@ def mesh(
 
 
 def find_training_ranks(model: nn.Module, world: object, mesh: object) -> World | Mesh | None:
-    """Return the ranks that :func:`npuzero.zero` trains ``model`` on: those given, else the mesh that its layers were
-    divided over; None: neither, so all ranks.
+    """Return the ranks on which :func:`npuzero.zero` trains ``model``.
+
+    The given ones, else the mesh over which its layers were divided; None: neither, so all ranks.
 
     Raises:
-        ConfigError: as :func:`check_given_ranks`; the layers were divided over another mesh; a sequence axis and a
-            model of
-            transformers that :func:`npuzero.parallel.sequence` has not prepared.
+        ConfigError: as :func:`check_given_ranks`; the layers were divided over another mesh; the mesh has a sequence
+            axis and :func:`npuzero.parallel.sequence` has not prepared the transformers model.
     """
     ranks = find_mesh(model, check_given_ranks(world, mesh))
     check_sequence_prepared(model, ranks)
@@ -77,7 +77,7 @@ def find_training_ranks(model: nn.Module, world: object, mesh: object) -> World 
 
 
 def check_pipeline(model: object, mesh: object, loss_fn: object) -> None:
-    """Raise a ConfigError where what :func:`npuzero.pipeline` is given is not of the kind that it takes."""
+    """Raise a ConfigError if an argument of :func:`npuzero.pipeline` has the wrong type."""
     wanted = (
         (model, nn.Module, "model", "a torch.nn.Module", "Pass the whole model."),
         (mesh, Mesh, "mesh", "a npuzero.Mesh", "Pass what npuzero.mesh(pipe=...) returned."),
@@ -93,10 +93,10 @@ def check_pipeline(model: object, mesh: object, loss_fn: object) -> None:
 
 
 def check_given_ranks(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:
-    """Return the ranks that a program gave ``subject``: a world, a mesh, a mesh and its world, or none.
+    """Return the ranks that a program passed to ``subject``: a world, a mesh, a mesh and its world, or none.
 
     Raises:
-        ConfigError: neither is what it should be, or they are not of one another.
+        ConfigError: a wrong type, or the world is not the mesh's.
     """
     if world is None and mesh is None:
         return None

@@ -1,4 +1,4 @@
-"""What a program says of parameters of its own parallel layers."""
+"""Declare how the ranks relate on parameters of a program's own parallel layers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _WORDS = {relation.value: relation for relation in Relation}
 
 
 def relate(what: nn.Module | nn.Parameter, **relations: str) -> None:
-    """Say what the ranks along axes of the mesh have of a parameter, or of all of a module's.
+    """Set the relation of a parameter, or of all parameters of a module, along axes of the mesh.
 
-    Call it before :func:`npuzero.zero`, alike on every rank. What nobody says is usual: ``averaged`` along the data
-    axes, ``repeated`` along ``tensor``. It is for layers that compute with other ranks by themselves;
-    ``parallel.tensor`` and ``parallel.ClassHead`` say it of theirs.
+    Call it before :func:`npuzero.zero`, identically on every rank. The defaults are ``averaged`` along the data axes
+    and ``repeated`` along ``tensor``. It is for layers with communication of their own; ``parallel.tensor`` and
+    ``parallel.ClassHead`` set the relations of their parameters.
 
     Args:
         what: a parameter, or a module.
-        relations: by axis (``pod``, ``node``, ``local``, ``tensor``; ``pipe``, in the first and the last stage, of what
-            both have, such as a tied embedding) a word::
+        relations: by axis (``pod``, ``node``, ``local``, ``tensor``; ``pipe``, for parameters that the first and the
+            last stage share, such as a tied embedding) a word::
 
-            averaged   ranks hold the same; gradients are the mean of theirs
-            summed     ranks hold the same; gradients are the sum of theirs, of which each has a part
+            averaged   ranks hold the same; gradients are averaged
+            summed     ranks hold the same; each has a partial gradient, and gradients are summed
             cut        ranks hold different elements; gradients are each rank's own
             repeated   ranks hold the same, and their gradients are equal already
 
     Raises:
-        ConfigError: no such axis or word, or nothing that has parameters.
+        ConfigError: no such axis or word, or ``what`` is neither a parameter nor a module.
 
     Example::
 

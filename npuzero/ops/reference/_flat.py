@@ -1,4 +1,4 @@
-"""The storage of the updates: masters and moments in float32 around a formula."""
+"""Run an update's formula over stored masters and moments, in float32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from npuzero.ops import storage
 from npuzero.ops.reference.cast import stochastic_draws
 
-# What is added to a stream for the draws of a moment.
+# Added to a stream for the draws of a moment.
 _SECOND = 1 << 31
 
 
 class UpdateCoefficients(Protocol):
-    """Name what the walk asks of an op's own coefficients."""
+    """Define the fields that every op's coefficients have."""
 
     @property
     def step(self) -> int: ...
@@ -45,11 +45,11 @@ def reference_update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel t
 
     Args:
         formula: (p, g, coefficients, moments...), in place.
-        kinds: of each moment, whether it has a sign, and whether it is rounded by chance.
-        used: how many moments coefficients use.
-        with_row: coefficients with those of a row of ``dynamic``.
-        buffers: master, moments, low, remainder, grad: of each as many tensors.
-        ranges: begin and end on the line, index in ``groups``, stream, and begin's place in it.
+        kinds: for each moment, whether it is signed, and whether it is rounded stochastically.
+        used: returns the number of moments that coefficients use.
+        with_row: returns coefficients with the values of a row of ``dynamic``.
+        buffers: master, moments, low, remainder, grad, each with the same number of tensors.
+        ranges: begin and end on the line, index in ``groups``, stream, and the place of begin in the stream.
     """
     if skip is not None and skip.item() != 0:
         return
@@ -66,7 +66,7 @@ def reference_update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel t
             if k.row >= 0:
                 assert dynamic is not None
                 k = with_row(k, dynamic[k.row].tolist())
-            # Draws belong to places in a stream, not in this shard: bits do not depend on how a parameter is sharded.
+            # Draws are indexed by place in the stream, not in this shard, so that bits do not depend on the sharding.
             places = torch.arange(mine.start, mine.stop) + (place + start - begin)
             g = grad[mine].float()
             if grad_scale is not None:
@@ -91,12 +91,13 @@ def reference_update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel t
 
 
 def float32_scalar(value: float, like: Tensor) -> Tensor:
-    """Return a number beside ``like``: by a Python number torch divides on some devices by multiplying with its
-    inverse.
+    """Return a number as a tensor on the device of ``like``.
+
+    By a Python number torch divides on some devices by multiplying with its inverse.
     """
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def _join_master(master: Tensor, remainder: Tensor | None) -> Tensor:
-    """Return a copy, in float32."""
+    """Return a copy of the master in float32."""
     return master.to(torch.float32, copy=True) if remainder is None else storage.join_halves(master, remainder)

@@ -1,3 +1,5 @@
+"""Sizes of the messages that quantize writes."""
+
 from __future__ import annotations
 
 _LINE = 512  # csrc/core/wire.h

@@ -1,3 +1,5 @@
+"""Reference of cast, and the random draws of stochastic rounding."""
+
 from __future__ import annotations
 
 import torch
@@ -23,7 +25,7 @@ def reference_cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: in
 
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Round float32[n] to multiples of the unit that 10 bits of mantissa leave, nearest, ties away from zero."""
+    """Round float32[n] to 10 bits of mantissa, to nearest, ties away from zero."""
     wide = x.double()
     _, exponent = torch.frexp(wide)  # |x| in [2^(exponent-1), 2^exponent)
     unit = torch.exp2((exponent.clamp(min=-125) - 11).double())  # denormals share the smallest normal number's unit
@@ -32,10 +34,12 @@ def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def stochastic_draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
-    """Draw sixteen random bits for each element by its place in the whole, from a word of its row and one of its
-    column; int64 in and out."""
+    """Draw 16 random bits for each element from its place in the stream; int64 in and out.
+
+    They combine a word of its row and a word of its column.
+    """
     columns = torch.arange(_COLUMNS, device=place.device)
-    high = _LOW32 - 2**32  # the counter's upper half: 2^32 - 1, as an int64 has it
+    high = _LOW32 - 2**32  # upper half of the counter: 2^32 - 1, as a signed int64
     words = _select_word(columns % 4, philox_words((high << 32) + columns // 4, seed))
     column = words[place % _COLUMNS]
     rows, of_place = torch.unique(place // _COLUMNS, return_inverse=True)
@@ -45,13 +49,14 @@ def stochastic_draws(place: torch.Tensor, seed: int, stream: int = 0, step: int 
 
 
 def _select_word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
-    """Return, of the four words of each draw of Philox, that which `which` names."""
+    """Return the word of each Philox draw that `which` indexes."""
     return torch.stack(words).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
 def philox_words(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
-    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned
-    do.
+    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out.
+
+    Products wrap as unsigned ones do.
     """
     rest = [torch.full_like(counter, word) for word in (stream, step)]
     words = [counter & _LOW32, (counter >> 32) & _LOW32, *rest]

@@ -1,3 +1,5 @@
+"""Reference of dequantize_sum."""
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +11,7 @@ from npuzero.ops.reference._wire import BLOCK, reference_message_bytes
 def reference_dequantize_sum(
     messages: torch.Tensor, out: torch.Tensor, bits: int, rows: int, pieces: int, accumulate: bool
 ) -> None:
-    """Add up the rows in their order, in float32; to `out` where `accumulate`."""
+    """Sum the rows in order, in float32; add to `out` if `accumulate`."""
     block, each = BLOCK[bits], out.numel() // pieces
     split, blocks = each * bits // 8, each // block
     total = torch.zeros(())
@@ -22,7 +24,7 @@ def reference_dequantize_sum(
 
 
 def _unpack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in float32."""
+    """Return the codes as float32."""
     if bits == 8:
         return codes.view(torch.int8).float()
     halves = torch.stack([codes & 15, codes >> 4], -1).int()

@@ -1,3 +1,5 @@
+"""Reference of flat_adam."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -8,12 +10,15 @@ from torch import Tensor
 from npuzero.ops.reference import _flat
 from npuzero.ops.reference._flat import float32_scalar
 
-# exp_avg, exp_avg_sq, max_exp_avg_sq: whether with a sign, whether rounded by chance.
+# exp_avg, exp_avg_sq, max_exp_avg_sq: whether signed, whether rounded stochastically.
 _KINDS = ((True, False), (False, True), (False, False))
 
 
 class AdamCoefficients(NamedTuple):
-    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatAdamGroup's."""
+    """Hold the constants of an update for kernel and reference: float64, rounded once to float32.
+
+    The order is FlatAdamGroup's.
+    """
 
     beta1: float
     one_minus_beta1: float
@@ -32,9 +37,7 @@ class AdamCoefficients(NamedTuple):
 
 
 def reference_flat_adam(*arguments: Any) -> None:
-    """Update as :func:`npuzero.ops.reference._flat.reference_update` does, whose arguments these are from
-    ``buffers`` on.
-    """
+    """Update by :func:`npuzero.ops.reference._flat.reference_update`, with its arguments from ``buffers`` on."""
     _flat.reference_update(_adam_formula, _KINDS, _count_moments, _with_adam_row, *arguments)
 
 
@@ -67,6 +70,6 @@ def _adam_formula(p: Tensor, g: Tensor, k: AdamCoefficients, m: Tensor, v: Tenso
 
 
 def _correctly_rounded_sqrt(x: Tensor) -> Tensor:
-    # torch's float32 square root is not correctly rounded on every build (MKL's differs by 1 ulp at places). By way of
-    # float64 it is: the root of a 24-bit number is never nearer than 2^-49 to the middle of two others.
+    # torch's float32 square root is not correctly rounded in every build (MKL's differs by 1 ulp in places). Via
+    # float64 it is: the root of a 24-bit number is at least 2^-49 away from the middle of two float32 numbers.
     return x.double().sqrt().float()

@@ -1,3 +1,5 @@
+"""Reference of flat_lion."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -8,12 +10,15 @@ from torch import Tensor
 from npuzero.ops.reference import _flat
 from npuzero.ops.reference._flat import float32_scalar
 
-# exp_avg: whether with a sign, whether rounded by chance.
+# exp_avg: whether signed, whether rounded stochastically.
 _KINDS = ((True, True),)
 
 
 class LionCoefficients(NamedTuple):
-    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatLionGroup's."""
+    """Hold the constants of an update for kernel and reference: float64, rounded once to float32.
+
+    The order is FlatLionGroup's.
+    """
 
     beta1: float
     one_minus_beta1: float
@@ -27,9 +32,7 @@ class LionCoefficients(NamedTuple):
 
 
 def reference_flat_lion(*arguments: Any) -> None:
-    """Update as :func:`npuzero.ops.reference._flat.reference_update` does, whose arguments these are from
-    ``buffers`` on.
-    """
+    """Update by :func:`npuzero.ops.reference._flat.reference_update`, with its arguments from ``buffers`` on."""
     _flat.reference_update(_lion_formula, _KINDS, lambda k: 1, _with_lion_row, *arguments)
 
 

@@ -1,3 +1,5 @@
+"""Reference of norm."""
+
 from __future__ import annotations
 
 import torch
@@ -7,9 +9,7 @@ _BLOCK, _LANES = 4096, 32
 
 @torch.no_grad()
 def reference_norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
-    """Add addend * scale to x where there is one, in float32; write out = {sum x^2, number of non-finite x}, in
-    float64.
-    """
+    """Write {sum x^2, number of non-finite x} in float64, after adding addend * scale to x in float32 if given."""
     if addend is not None:
         x.copy_(x + addend.float() * torch.tensor(scale, dtype=torch.float32, device=x.device))
     out[0] = _sum_of_squares(x)
@@ -17,7 +17,7 @@ def reference_norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | No
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum in the contract's order. What fills up the last block are zeros, which change no sum of squares."""
+    """Sum in the contract's order. The last block is padded with zeros, which do not change the sum."""
     steps = torch.nn.functional.pad(x, (0, -x.numel() % _BLOCK)).view(-1, _BLOCK // _LANES, _LANES)
     sums = torch.zeros(len(steps), _LANES, dtype=torch.float64, device=x.device)
     for step in steps.unbind(1):

@@ -1,3 +1,5 @@
+"""Reference of pack and unpack."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ def reference_pack(
     scale: float | torch.Tensor | None,
     accumulate: bool,
 ) -> None:
-    """Compute target = source * scale, or target + source * scale, in float32, then in target's dtype."""
+    """Compute target = source * scale, or target + source * scale, in float32, then cast to target's dtype."""
     for source, target in zip(sources, targets, strict=True):
         value = source.reshape(-1).float()
         if scale is not None:

@@ -1,3 +1,5 @@
+"""Reference of quantize."""
+
 from __future__ import annotations
 
 import torch
@@ -13,7 +15,7 @@ _LOST = 0x7FC0  # a NaN
 def reference_quantize(
     source: torch.Tensor, message: torch.Tensor, bits: int, pieces: int, residual: torch.Tensor | None
 ) -> None:
-    """Write codes and scales of each piece, and what rounding lost to `residual`."""
+    """Write codes and scales of each piece to `message`, and the rounding error to `residual`."""
     block, each = BLOCK[bits], source.numel() // pieces
     x = (source.float() if residual is None else source.float() + residual).view(-1, block)
     finite = x.isfinite().all(1, keepdim=True)
@@ -31,12 +33,12 @@ def reference_quantize(
 
 
 def _round_scale_up(x: torch.Tensor) -> torch.Tensor:
-    """Return the upper halves of float32 patterns that are not negative, rounded up; int32."""
+    """Return the upper halves of non-negative float32 bit patterns, rounded up; int32."""
     return (x.view(torch.int32) + 0xFFFF) >> 16
 
 
 def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return int8 as bytes, or two of them in one, the first in the lower half."""
+    """Return int8 codes as bytes, or two 4-bit codes per byte, the first in the lower half."""
     if bits == 8:
         return codes.view(torch.uint8)
     pairs = codes.view(-1, 2).int()

@@ -1,4 +1,7 @@
-"""How the updates store masters and moments, in plain torch: between what lies in memory and the float32 it means.
+"""Storage of masters and moments in plain torch: convert between stored bits and float32 values.
+
+In: float32 tensors, and stored tensors (bfloat16 halves, int16 remainders, uint8 codes). Out: the other form.
+``lazy.py`` handles torch's lazy negatives and conjugates.
 
 Storage and contract: csrc/core/flat.h.
 """
@@ -10,13 +13,13 @@ from torch import Tensor
 
 from npuzero.plan import MOMENT_BLOCK
 
-_MAGNITUDE = {True: 0x7F, False: 0xFF}  # of a code, with and without a sign
-_DROPPED = 19  # bits of float32's mantissa that a code lacks
+_MAGNITUDE = {True: 0x7F, False: 0xFF}  # of a code, with and without a sign bit
+_DROPPED = 19  # bits of float32's mantissa that a code drops
 _LEAST_EXPONENT, _NOT_FINITE = 16, 255
 
 
 def join_halves(upper: Tensor, remainder: Tensor) -> Tensor:
-    """Join the two halves, bfloat16[n] and int16[n], to float32[n]."""
+    """Join two halves, bfloat16[n] and int16[n], into float32[n]."""
     return ((upper.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
@@ -33,27 +36,27 @@ def upper_half(x: Tensor) -> Tensor:
 
 
 def copy_changed_low(master: Tensor, low: Tensor) -> None:
-    """Let float32[n] ``master`` have the value of ``low``, its copy in 16 bits, wherever somebody has changed that."""
+    """Copy ``low`` into its float32[n] ``master`` where ``low`` was changed, that is, is not the master rounded."""
     rounded = upper_half(master) if low.dtype == torch.bfloat16 else master.to(low.dtype)
     torch.where(view_bits(rounded) == view_bits(low), master, low.float(), out=master)
 
 
 def view_bits(x: Tensor) -> Tensor:
-    """View floats of 2 or 4 bytes as integers of their size, equal where the floats have the same bits."""
+    """View floats of 2 or 4 bytes as integers of that size: equal if the floats have the same bits."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
 def stored_numel(numel: int, dtype: torch.dtype) -> int:
-    """Return the elements of the tensor that stores a moment of ``numel``: after codes an exponent for each block."""
+    """Return the elements of the tensor that stores a moment of ``numel``: codes, then one exponent per block."""
     return numel + -(-numel // MOMENT_BLOCK) if dtype == torch.uint8 else numel
 
 
 def decode_moment(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """Return the float32[numel] that a stored moment means; a copy.
+    """Return the float32[numel] values of a stored moment; a copy.
 
     Args:
         stored: float32[numel], bfloat16[numel], or uint8: codes and exponents.
-        signed: exp_avg, which can be negative, else exp_avg_sq or its maximum.
+        signed: True for exp_avg, which can be negative; False for exp_avg_sq or its maximum.
     """
     if stored.dtype != torch.uint8:
         return stored.to(torch.float32, copy=True)
@@ -67,9 +70,9 @@ def decode_moment(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 
 def encode_moment(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = None) -> None:
-    """Store a moment: ``stored`` gets float32[n] ``x``, to nearest, or stochastically by ``draws``, int[n] of 16 bits.
+    """Store float32[n] ``x`` in ``stored``, to nearest, or stochastically by ``draws``, int[n] of 16 bits.
 
-    To nearest, what :func:`decode_moment` gave comes back as it was.
+    To nearest, a moment from :func:`decode_moment` is stored with the same bits again.
     """
     if stored.dtype == torch.float32:
         stored.copy_(x)
@@ -82,8 +85,9 @@ def encode_moment(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | No
 
 
 def read_moment(stored: Tensor, numel: int, own: slice, *, signed: bool) -> Tensor:
-    """Read as float32 the range ``own`` of a stored moment of ``numel`` elements; of codes, from the start of a block
-    on.
+    """Read the range ``own`` of a stored moment of ``numel`` elements as float32.
+
+    For codes the range starts at the start of a block.
     """
     return decode_moment(torch.cat(_moment_slices(stored, numel, own)), own.stop - own.start, signed=signed)
 
@@ -127,7 +131,7 @@ def round_stochastically(x: Tensor, draws: Tensor) -> Tensor:
     """Round float32[n] to bfloat16[n]: away from zero with the probability of the dropped bits; see csrc/ops/cast.h.
 
     Args:
-        draws: int64[n] of 16 bits.
+        draws: int64[n] of 16 bits each.
     """
     pattern = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     kept = (pattern + draws) >> 16

@@ -1,10 +1,9 @@
-"""Partial-FC: a softmax over more classes than one device holds, of which a step takes some.
+"""Partial-FC: a softmax over more classes than one device holds; a step may sample them.
 
-The centres of the classes are cut over the data ranks, each of which has a range of classes and all of what belongs to
-them: gradients, masters, moments. Features, which are small, go to all ranks instead; each has the logits of all
-ranks' features to its own classes, and the softmax over ranks is one all_gather of three numbers a row. With
-``sample_rate`` r a rank takes the classes that occur in the batch and random others, r of its classes in all, so that
-logits take r of the memory and time.
+The class centres are sharded over the data ranks. Each rank has a range of classes with their gradients, masters and
+moments. Features are small and go to all ranks: each rank computes the logits of all ranks' features to its own
+classes, and the softmax over ranks is one all_gather of three numbers per row. With ``sample_rate`` r a rank uses the
+classes that occur in the batch and random others, up to r of its classes, so that logits take r of the memory and time.
 
 Source: An et al., Killing two birds with one stone: efficient and robust training of face recognition CNNs by partial
 FC (2022), sections 3.2 and 3.3.
@@ -13,9 +12,10 @@ Sizes:
     b, n   features of a rank; data ranks
     C, f   classes; elements of a feature
     c      classes of this rank: C / n, one more on the first C mod n ranks
-    k      of these, how many take part in the step
+    k      classes of this rank that are used in the step
 
-Sent a step by each rank: features and their gradients, 2 * (n - 1) * b * f elements; labels and three floats a feature.
+Sent per step by each rank: features and their gradients, 2 * (n - 1) * b * f elements; labels and three floats per
+feature.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from npuzero.plan import DATA, TENSOR, Cut
 from npuzero.shard.layout.mesh_axes import bind_mesh
 from npuzero.shard.layout.tensor_slices import cut_parameter, get_portion
 
-#: Standard deviation of the first centres.
+#: Standard deviation of the initial centres.
 DEVIATION = 0.01
 
 
 class ClassHead(nn.Module):
-    """Compute the loss of features that belong to one of many classes, whose centres are cut over the data ranks.
+    """Compute the softmax loss of features over many classes, with class centres sharded over the data ranks.
 
-    It is the last module of a model that :func:`npuzero.zero` shards over the same mesh. It has all centres until then
-    (none on ``meta``); ``zero`` leaves each rank its own, and neither gathers nor reduces anything of them. State dicts
-    and checkpoints have whole tensors, for any number of ranks.
+    It is the last module of a model that :func:`npuzero.zero` shards over the same mesh. Until then it has all centres
+    (without memory on ``meta``). ``zero`` leaves each rank its own centres, and never gathers or reduces them. State
+    dicts and checkpoints have unsharded tensors, for any number of ranks.
 
     Args:
         features: elements of a feature.
-        classes: of all ranks together; at least one for each data rank.
+        classes: over all ranks; at least one for each data rank.
         mesh: what :func:`npuzero.mesh` returned.
-        sample_rate: in (0, 1]: the part of a rank's classes that take part in a step of training; those that occur in
-            the batch do in any case.
-        margin: ``ArcFace``, ``CosFace`` or another that is called as they are: logits are ``margin.s`` times cosines;
+        sample_rate: in (0, 1]: the fraction of a rank's classes used in a training step; classes that occur in the
+            batch are always used.
+        margin: ``ArcFace``, ``CosFace`` or another :class:`CosineMargin`: logits are ``margin.s`` times cosines;
             None: inner products.
         device, dtype: of the centres.
 
     Attributes:
-        weight: [C, features]; sharded: [ceil(C / n), features], this rank's, where it has one fewer then a row of
-            padding.
-        first, local: the first class of this rank, and how many it has.
+        weight: [C, features]; sharded: [ceil(C / n), features], this rank's rows; a rank with one class fewer has a row
+            of padding.
+        first, local: the first class of this rank, and its number of classes.
         group: the data ranks.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument is out of range.
 
     Example::
 
@@ -100,39 +100,39 @@ class ClassHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the first centres: normal, with deviation 0.01."""
+        """Initialize the centres: normal, with deviation 0.01."""
         nn.init.normal_(self.weight, std=DEVIATION)
 
     def extra_repr(self) -> str:
-        """Describe it, for ``print``."""
+        """Describe the module, for ``print``."""
         return (
             f"features={self.features}, classes={self.classes}, here={self.first}..{self.first + self.local - 1}, "
             f"sample_rate={self.sample_rate}, margin={self.margin}"
         )
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over all ranks' features, to the same bits on all ranks.
+        """Return the mean loss over all ranks' features, with the same bits on all ranks.
 
-        Backward gives ``features`` the gradient of ``n`` times the loss: as of a mean over the rank's own batch, since
-        what all ranks train gets the mean of their gradients.
+        Backward gives ``features`` the gradient of ``n`` times the loss, as for a mean over the rank's own batch, since
+        the layers below average gradients over the ranks.
 
         Args:
-            features: [b, features], float, on all ranks as many; this rank's.
-            labels: [b], int64: classes, 0 to C - 1, of which a rank needs to have none.
+            features: [b, features], float; this rank's, with the same b on all ranks.
+            labels: [b], int64: classes, 0 to C - 1, of any rank.
 
         Returns:
             A float32 scalar.
 
         Raises:
-            ContractError: shapes or dtypes do not fit; on the CPU also where a label is no class, which elsewhere makes
-                a loss of inf.
+            ContractError: shapes or dtypes do not fit; on the CPU also a label is out of range, which gives a loss of
+                inf on other devices.
         """
         self._check_batch(features, labels)
         every = functions.all_gather_dim(features, self.group, 0)
         if every.requires_grad and self.group.size > 1:
             every.register_hook(lambda grad: grad * self.group.size)
         own = self._own(labels)
-        # Until zero() cuts them there are all centres, afterwards this rank's, and maybe a row of padding.
+        # Before zero() shards it the weight has all centres; afterwards this rank's, maybe with a row of padding.
         weight = self.weight.narrow(0, 0 if get_portion(self.weight) else self.first, self.local)
         if self.training and self.sample_rate < 1.0:
             rows = self.sample(own)
@@ -143,22 +143,23 @@ class ClassHead(nn.Module):
         return softmax_loss(self._logits(every, centres, own), own, self.group, self.classes).mean()
 
     def sample(self, own: Tensor) -> Tensor:
-        """Return which of this rank's classes take part: all that occur, and random others up to the quota.
+        """Return the classes of this rank to use: all that occur, and random others up to the quota.
 
-        The quota is ceil(sample_rate * c); where more occur, those that occur. Random by the default generator of the
-        device, so that a resumed run draws as the one that was saved; tensor ranks take what the first has drawn.
+        The quota is ceil(sample_rate * c), or the number of classes that occur if that is more. Draws come from the
+        device's default generator, so that a resumed run repeats those of the saved run. Tensor ranks use the first
+        tensor rank's draw.
 
         Args:
-            own: [n * b], int64: classes as rows of ``weight``, or -1 where another rank has the class.
+            own: [n * b], int64: classes as rows of ``weight``, or -1 if another rank has the class.
 
         Returns:
             Tensor[k], int64, ascending.
         """
         quota = math.ceil(self.sample_rate * self.local)
         score = torch.rand(self.local + 1, device=own.device)
-        score[own] = 2.0  # -1 is the last, which is no class
+        score[own] = 2.0  # -1 marks the extra last element, which is no class
         score = score[: self.local]
-        # Counted only where they may be too many: on a device it means to wait.
+        # Counted only if they may exceed the quota, since counting synchronizes a device.
         size = quota if len(own) <= quota else max(quota, int((score == 2.0).sum()))
         rows = score.topk(size, sorted=False).indices.sort().values
         if self._repeated.size > 1:
@@ -166,10 +167,10 @@ class ClassHead(nn.Module):
         return rows
 
     def _own(self, labels: Tensor) -> Tensor:
-        """Return of all ranks' labels the row of ``weight``, or -1 where another rank has the class."""
+        """Return the row in ``weight`` of each of all ranks' labels, or -1 if another rank has the class."""
         every = labels.new_empty(self.group.size * len(labels))
         self.group.all_gather(every, labels.contiguous()).wait()
-        if every.device.type == "cpu":  # asked of a device, it would have to be waited for
+        if every.device.type == "cpu":  # on a device this would synchronize
             wrong = every[(every < 0) | (every >= self.classes)]
             if len(wrong):
                 _refuse_head_input(
@@ -179,12 +180,13 @@ class ClassHead(nn.Module):
         return torch.where((own >= 0) & (own < self.local), own, -1)
 
     def _logits(self, features: Tensor, centres: Tensor, own: Tensor) -> Tensor:
-        """Return [n * b, k] logits, in the only memory that has their size."""
+        """Return [n * b, k] logits, allocating no second tensor of that size."""
         if self.margin is None:
             return F.linear(features, centres)
         features, centres, s = F.normalize(features), F.normalize(centres), self.margin.s
         logits = F.linear(features * s, centres)
-        # Of each row one element is written anew: that of its own class; where another rank has it, the first as it is.
+        # One element of each row is overwritten: its own class, or, if another rank has it, the first with its own
+        # value.
         place = own.clamp(min=0)
         cosine = (features * centres[place]).float().sum(1)
         written = torch.where(own >= 0, self.margin(cosine), cosine) * s
@@ -202,7 +204,7 @@ class ClassHead(nn.Module):
 
 
 def _check_head_arguments(features: int, classes: int, ranks: int, sample_rate: float, margin: object) -> None:
-    """Check what a head is made with."""
+    """Check the arguments of a head."""
     wrong = (
         (_is_count_below(features, 1), "features", "a positive number", features, "Give the elements of one feature."),
         (

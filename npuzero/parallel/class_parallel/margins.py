@@ -1,4 +1,4 @@
-"""Margins for softmax over cosines: what makes the angle to a feature's own class count for more than it is."""
+"""Margins for a softmax over cosines: enlarge the angle between a feature and its own class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CosineMargin(Protocol):
-    """Change the cosine between a feature and its own class, for a loss that is to make it larger.
+    """Change the cosine between a feature and its own class, in a loss that raises it.
 
     Attributes:
         s: the factor of all cosines in the softmax.
@@ -21,14 +21,14 @@ class CosineMargin(Protocol):
     def s(self) -> float: ...
 
     def __call__(self, cosine: Tensor) -> Tensor:
-        """Return what stands in the place of ``cosine``, [n] float32, of each feature to its own class."""
+        """Return the replacement of ``cosine``, [n] float32, between each feature and its own class."""
 
 
 @dataclass(frozen=True)
 class ArcFace:
     """Add ``m`` to the angle between a feature and its class: s * cos(theta + m).
 
-    Beyond the angle pi - m, where that would rise again, it is s * (cos(theta) - m * sin(m)), which goes on falling.
+    Beyond the angle pi - m that would rise again; there s * (cos(theta) - m * sin(m)) keeps falling.
 
     Source: Deng et al., ArcFace: Additive angular margin loss for deep face recognition (2019), equation 3.
 
@@ -45,19 +45,19 @@ class ArcFace:
     s: float = 64.0
 
     def __call__(self, cosine: Tensor) -> Tensor:
-        sine = (1.0 - cosine.square()).clamp(min=1e-12).sqrt()  # its derivative is finite
+        sine = (1.0 - cosine.square()).clamp(min=1e-12).sqrt()  # clamped so that its derivative is finite
         turned = cosine * math.cos(self.m) - sine * math.sin(self.m)
         return torch.where(cosine > -math.cos(self.m), turned, cosine - self.m * math.sin(self.m))
 
 
 @dataclass(frozen=True)
 class CosFace:
-    """Take ``m`` from the cosine between a feature and its class: s * (cos(theta) - m).
+    """Subtract ``m`` from the cosine between a feature and its class: s * (cos(theta) - m).
 
     Source: Wang et al., CosFace: Large margin cosine loss for deep face recognition (2018), equation 4.
 
     Attributes:
-        m: of the cosine; 0: a softmax over cosines as they are.
+        m: subtracted from the cosine; 0: a softmax over unchanged cosines.
         s: the factor of all cosines.
 
     Example::

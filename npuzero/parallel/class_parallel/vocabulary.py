@@ -1,15 +1,15 @@
-"""A vocabulary sharded over ranks: the embedding's rows, and the cross entropy of logits that no rank has all of.
+"""Shard a vocabulary over ranks: the rows of an embedding, and a cross entropy of sharded logits.
 
-Each rank of a group of t holds rows [rank * v/t, (rank + 1) * v/t) of an embedding or of an output Linear, equally many
-on all; rows from ``vocabulary`` on are padding, so that v is a multiple of t: nobody looks them up, and they have no
-share in any softmax. The softmax over ranks is one all_gather of (maximum, sum of exponentials, logit of the target) a
-row, merged in the order of ranks by all ranks alike (Milakov and Gimelshein 2018, section 3.1, for the merge).
+Each rank of a group of t holds rows [rank * v/t, (rank + 1) * v/t) of an embedding or of an output Linear, the same
+number on all. Rows from ``vocabulary`` on are padding, so that v is a multiple of t: they are never looked up, and have
+no share in a softmax. The softmax over ranks is one all_gather of (maximum, sum of exponentials, logit of the target)
+per row, merged in rank order, identically on all ranks (Milakov and Gimelshein 2018, section 3.1, for the merge).
 
 Notation:
     z        logits, [n, local] on each rank
     lse      log of the sum over all classes of exp(z), [n]
-    eps      label smoothing: the target has 1 - eps, and each of all classes eps / classes beside
-    loss     lse - (1 - eps) * z[target] - eps / classes * sum of z,     a row
+    eps      label smoothing: the target gets 1 - eps, and every class another eps / classes
+    loss     lse - (1 - eps) * z[target] - eps / classes * sum of z,     per row
     d loss   exp(z - lse) - (1 - eps) * [class is target] - eps / classes
 """
 
@@ -30,37 +30,37 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def lookup_local_rows(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
-    """Return the rows of ``ids`` that this rank holds, and zeros for the others': a part of the embedding's sum.
+    """Look up the rows of ``ids`` on this rank, and zeros for other ranks' rows: a partial sum of the embedding.
 
     Args:
         ids: [...], integers; the same on all ranks.
         weight: [v / ranks, h], float; this rank's rows.
-        vocabulary: rows that are no padding; None: all.
+        vocabulary: rows without padding; None: all.
 
     Returns:
-        Tensor[..., h], for ``functions.total`` or ``functions.scatter``.
+        Tensor[..., h], for ``functions.all_reduce_sum`` or ``functions.reduce_scatter_dim``.
 
     Raises:
         ContractError: there are fewer rows than ``vocabulary``.
-        IndexError: an id is outside the vocabulary; as ``F.embedding`` does, on every rank.
+        IndexError: an id is outside the vocabulary; raised on every rank, as by ``F.embedding``.
     """
     rows = weight.shape[0]
     vocabulary = _count_local_classes("lookup", vocabulary, rows, group)
     own = ids - group.rank * rows
     inside = (ids >= 0) & (ids < vocabulary)
     elsewhere = inside & ((own < 0) | (own >= rows))
-    # What is outside stays outside, though a padding row may be there: the lookup itself refuses it.
+    # An id outside the vocabulary becomes -1 even if a padding row has it, so that the lookup refuses it.
     own = torch.where(inside, own.masked_fill(elsewhere, 0), -1)
     return F.embedding(own, weight).masked_fill(elsewhere[..., None], 0.0)
 
 
 def sharded_embedding(ids: Tensor, weight: Tensor, group: Communicator, *, vocabulary: int | None = None) -> Tensor:
-    """Return the rows of ``ids`` of an embedding that is sharded over the group; all ranks get the same.
+    """Look up the rows of ``ids`` in an embedding sharded over the group; all ranks get the same.
 
     Args:
         ids: [...], integers; the same on all ranks.
-        weight: [v / ranks, h], float; this rank's rows. Its gradient is this rank's.
-        vocabulary: rows that are no padding; None: all.
+        weight: [v / ranks, h], float; this rank's rows. Its gradient covers these rows.
+        vocabulary: rows without padding; None: all.
 
     Returns:
         Tensor[..., h].
@@ -82,16 +82,16 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return ``F.cross_entropy`` of logits that are sharded over the group; to the same bits on all ranks.
+    """Compute ``F.cross_entropy`` of logits that are sharded over the group, with the same bits on all ranks.
 
     Computed in float32 (float64 for float64), with one float copy of ``logits`` at a time and none between forward and
-    backward, in which nothing is sent.
+    backward. Backward sends nothing.
 
     Args:
-        logits: [..., v / ranks], float; this rank's classes. Its gradient is this rank's.
+        logits: [..., v / ranks], float; this rank's classes. Its gradient covers these classes.
         target: [...], integers; the same on all ranks.
-        vocabulary: classes that are no padding; None: all.
-        ignore_index: a target whose row does not count.
+        vocabulary: classes without padding; None: all.
+        ignore_index: the target of rows that do not count.
         label_smoothing: in [0, 1].
         reduction: "mean" over the rows that count, "sum" or "none".
 
@@ -99,8 +99,8 @@ def cross_entropy(
         A scalar, or Tensor[...] with zeros where rows do not count.
 
     Raises:
-        ContractError: shapes or options do not fit; on the CPU also a target outside the vocabulary, which elsewhere
-            makes a loss of inf.
+        ContractError: shapes or options do not fit; on the CPU also a target outside the vocabulary, which gives a loss
+            of inf on other devices.
     """
     local = logits.shape[-1] if logits.dim() else 0
     vocabulary = _count_local_classes("cross_entropy", vocabulary, local, group)
@@ -114,7 +114,7 @@ def cross_entropy(
         _refuse_cross_entropy("reduction", f"one of {REDUCTIONS}", repr(reduction))
     counts = target != ignore_index
     outside = counts & ((target < 0) | (target >= vocabulary))
-    if outside.device.type == "cpu" and outside.any():  # asked of a device, it would have to be waited for
+    if outside.device.type == "cpu" and outside.any():  # on a device this would synchronize
         _refuse_cross_entropy("target", f"0 to {vocabulary - 1}, or {ignore_index}", str(int(target[outside][0])))
     first = group.rank * local
     own = torch.where(counts & (target >= first) & (target < first + local), target - first, -1)
@@ -130,22 +130,22 @@ def cross_entropy(
 def softmax_loss(
     logits: Tensor, own: Tensor, group: Communicator, classes: int, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return each row's cross entropy over the classes of all ranks; to the same bits on all ranks.
+    """Compute each row's cross entropy over the classes of all ranks, with the same bits on all ranks.
 
     Args:
-        logits: [n, local], float; ``local`` may be another on each rank, and 0.
-        own: [n], int64: the target's place in ``logits``, or -1 where another rank has it.
-        classes: of all ranks together.
+        logits: [n, local], float; ``local`` may differ between ranks, and be 0.
+        own: [n], int64: the target's column in ``logits``, or -1 if another rank has it.
+        classes: over all ranks.
         label_smoothing: in [0, 1].
 
     Returns:
-        Tensor[n], float32 (float64 for float64); inf where no rank has the target.
+        Tensor[n], float32 (float64 for float64); inf if no rank has the target.
     """
     return cast(Tensor, _SoftmaxLoss.apply(logits, own, group, classes, label_smoothing))  # type: ignore[no-untyped-call]
 
 
 class _SoftmaxLoss(torch.autograd.Function):
-    """Compute the loss of rows; what backward needs is computed again there, from the logits themselves."""
+    """Compute the loss of rows; backward recomputes the softmax from the logits instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, own: Tensor, group: Communicator, classes: int, smoothing: float) -> Tensor:
@@ -176,8 +176,9 @@ class _SoftmaxLoss(torch.autograd.Function):
 
 
 def _row_statistics(z: Tensor, own: Tensor, *, smooth: bool) -> list[Tensor]:
-    """Return of each row the maximum, the sum of exp(z - maximum), the target's logit or -inf, and the sum of z if
-    ``smooth``; at least float32, which z becomes once, where it is exponentiated.
+    """Return each row's maximum, sum of exp(z - maximum), target logit or -inf, and sum of z if ``smooth``.
+
+    All are float32 or wider. z is converted once, where it is exponentiated.
     """
     dtype = torch.promote_types(z.dtype, torch.float32)
     nothing = torch.full(own.shape, -torch.inf, dtype=dtype, device=z.device)
@@ -186,13 +187,13 @@ def _row_statistics(z: Tensor, own: Tensor, *, smooth: bool) -> list[Tensor]:
     else:
         top = z.amax(1).to(dtype)
         target = torch.where(own >= 0, z.gather(1, own.clamp(min=0)[:, None])[:, 0].to(dtype), nothing)
-    top = top.clamp(min=torch.finfo(dtype).min)  # not -inf: where all logits are, exp(-inf - top) is 0 and no NaN
+    top = top.clamp(min=torch.finfo(dtype).min)  # not -inf: if all logits are -inf, exp(-inf - top) must be 0, not NaN
     total = (z - top[:, None]).exp_().sum(1)
     return [top, total, target, *([z.sum(1, dtype=dtype)] if smooth else [])]
 
 
 def _sum_in_rank_order(parts: Tensor) -> Tensor:
-    """Return the sum of parts[ranks, n] in the order of ranks."""
+    """Return the sum of parts[ranks, n] in rank order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -200,7 +201,7 @@ def _sum_in_rank_order(parts: Tensor) -> Tensor:
 
 
 def _count_local_classes(name: str, vocabulary: int | None, local: int, group: Communicator) -> int:
-    """Return how many of the ``local`` classes on each rank are no padding."""
+    """Return the number of classes without padding, over all ranks, after checking it."""
     if vocabulary is None:
         return local * group.size
     if not 0 < vocabulary <= local * group.size:

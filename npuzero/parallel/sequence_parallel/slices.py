@@ -1,13 +1,13 @@
-"""Sequences divided over ranks: each has a slice of every sequence, and within attention a slice of the heads.
+"""Shard sequences over ranks: each rank has a slice of every sequence, and within attention a slice of the heads.
 
-Outside of attention a token is computed without the others, so a rank that has ``1 / q`` of them computes and keeps
-``1 / q`` of the activations. Around attention two all_to_alls change slices (DeepSpeed-Ulysses, Jacobs et al. 2023)::
+Outside attention a token is computed independently, so a rank with ``1 / q`` of the tokens computes and stores ``1 /
+q`` of the activations. Around attention two all_to_alls reshard (DeepSpeed-Ulysses, Jacobs et al. 2023)::
 
     [batch, heads, seq / q, dim]  ->  [batch, heads / q, seq, dim]  ->  attention  ->  [batch, heads, seq / q, dim]
 
 With ``t`` query and ``k`` key heads a layer's forward sends ``batch * seq * (2 t + 2 k) * dim / q * (q - 1) / q``
-elements from each rank, and its backward as many. Ranks that share a sequence are data ranks all the same: each sees
-other tokens, so gradients are averaged over them as ever, and :func:`token_loss` makes that the mean over all tokens.
+elements from each rank, and its backward as many. Ranks that share a sequence are still data ranks: each sees different
+tokens, so gradients are averaged over them, and :func:`token_loss` makes that the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from npuzero.plan import DATA, SEQUENCE, divisors
 
 _Attention = TypeVar("_Attention", bound=Callable[..., Tensor])
 
-#: The label of tokens that no loss counts, as torch has it.
+#: The label of tokens that do not count in a loss, as in torch.
 IGNORED = -100
-#: Of packed sequences, which one each token of the unsharded sequence belongs to: [batch, seq] int64.
+#: The packed sequence that each token of the unsharded sequence belongs to: [batch, seq] int64.
 PACKED = "sequence_ids"
 
 
 def attention(function: _Attention, mesh: Mesh) -> _Attention:
-    """Wrap an attention function, so that it sees whole sequences and some of the heads; call it with slices of them.
+    """Wrap an attention function for slices of sequences: it sees full sequences and some of the heads.
 
     Args:
         function: ``(q, k, v, ...) -> out`` of [batch, heads / ranks, seq, dim]; k and v may have fewer heads than q.
-            Whatever else it takes is passed on as it is. Heads of k and v that the ranks do not divide are repeated.
-        mesh: as :func:`npuzero.mesh` made it; every rank of its ``sequence`` axis calls what is returned.
+            Other arguments are passed on unchanged. Heads of k and v are repeated if the ranks do not divide them.
+        mesh: from :func:`npuzero.mesh`; every rank of its ``sequence`` axis calls the returned function.
 
     Returns:
-        The same of slices: [batch, heads, seq / ranks, dim].
+        The same function on slices: [batch, heads, seq / ranks, dim].
 
     Raises:
         ConfigError: when it is called, the ranks do not divide the heads.
@@ -68,9 +68,10 @@ def attention(function: _Attention, mesh: Mesh) -> _Attention:
 
 
 def exchange_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of whole sequences, from all heads of its slice of them: [batch, heads, seq, dim]."""
+    """Return this rank's heads of full sequences, from all heads of its slice: [batch, heads, seq, dim]."""
     check_sequence_heads("attention", q.shape[1], group.size)
-    # The fewest copies that the ranks divide; they divide the heads of q, so each head of k serves as many of these.
+    # The fewest copies that make the ranks divide the key heads. They divide the query heads, so each key head serves
+    # equally many.
     copies = group.size // math.gcd(k.shape[1], group.size)
     if copies > 1:
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
@@ -79,7 +80,7 @@ def exchange_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> 
 
 
 def check_sequence_heads(subject: str, heads: int, ranks: int) -> None:
-    """Raise ConfigError where the ranks do not divide the heads."""
+    """Raise ConfigError if the ranks do not divide the heads."""
     if heads % ranks:
         raise ConfigError(
             subject,
@@ -101,19 +102,19 @@ def slice(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]: ...
 
 
 def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, Any]:
-    """Return this rank's slice of whole sequences, which all ranks of its ``sequence`` axis give.
+    """Return this rank's slice of unsharded sequences, the same on all ranks of the ``sequence`` axis.
 
-    Of a mapping, as a model of transformers is called with it: tensors [batch, seq, ...] are sliced, after ``labels``
-    are shifted so that a token's label is the next token; ``position_ids`` are added where there are none; an
-    ``attention_mask`` stays whole, since attention sees whole sequences. Where position ids begin again within a row,
-    the row is several sequences: then ``sequence_ids`` say which, for :func:`sequence`. All else is as it was.
+    In a mapping, such as the arguments of a transformers model, tensors [batch, seq, ...] are sliced. First ``labels``
+    are shifted so that a token's label is the next token. Missing ``position_ids`` are added. An ``attention_mask`` is
+    not sliced, since attention sees full sequences. If position ids restart within a row, the row packs several
+    sequences: ``sequence_ids`` are added for :func:`sequence`. Other entries stay unchanged.
 
     Args:
         batch: [batch, seq, ...], or tensors by name, ``input_ids``, ``inputs_embeds`` or ``labels`` among them.
-        mesh: as :func:`npuzero.mesh` made it.
+        mesh: from :func:`npuzero.mesh`.
 
     Raises:
-        ConfigError: the ranks do not divide the sequence; nothing says how long it is.
+        ConfigError: the ranks do not divide the sequence; no entry has its length.
 
     Example::
 
@@ -135,6 +136,7 @@ def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, A
         )
     example = batch[names[0]]
     whole = dict(batch)
+    # Shifting and packing need neighbours across slices, and default positions the offset, so all precede slicing.
     if "labels" in whole:
         whole["labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
     packed = _packed_sequence_ids(whole["position_ids"]) if whole.get("position_ids") is not None else None
@@ -150,7 +152,7 @@ def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, A
 
 
 def _packed_sequence_ids(positions: Tensor) -> Tensor | None:
-    """Return the number of the sequence that each token is of, [batch, seq]; None where a row is one sequence."""
+    """Return the index of each token's sequence within its row, [batch, seq]; None if no row packs sequences."""
     begins = positions.diff(dim=1) != 1
     return F.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
 
@@ -174,20 +176,20 @@ def _slice_sequence(x: Tensor, group: Communicator) -> Tensor:
 
 
 def token_loss(logits: Tensor, labels: Tensor, mesh: Mesh, *, tokens: float | Tensor | None = None) -> Tensor:
-    """Return the mean loss over the tokens of all ranks, the same bits on each; every data rank calls it.
+    """Return the mean loss over the tokens of all ranks, with the same bits on each. Every data rank calls it.
 
-    Ranks have slices, and some more labels than others. The gradient of each rank's own tokens is weighted so that
-    the mean over data ranks, which training takes, is the gradient of the mean over all tokens.
+    Slices may differ in their number of labels. The gradient of each rank's tokens is weighted so that the mean over
+    data ranks, which training takes, is the gradient of the mean over all tokens.
 
     Args:
-        logits: [batch, seq, classes], whose cross entropy it is, in float32; or losses: [batch, seq], one a token.
-        labels: [batch, seq] int64, of the same tokens, as :func:`slice` shifted them; -100 does not count.
-        mesh: as :func:`npuzero.mesh` made it.
-        tokens: how many labels count, over all ranks; None: of this call. A step of several micro-batches is the mean
-            over all its tokens where each is given their number.
+        logits: [batch, seq, classes], for a cross entropy in float32; or losses: [batch, seq], one a token.
+        labels: [batch, seq] int64, of the same tokens, shifted by :func:`slice`; -100 does not count.
+        mesh: from :func:`npuzero.mesh`.
+        tokens: the number of labels that count, over all ranks; None: in this call. For gradient accumulation pass the
+            number in all micro-batches of the step: the step is then the mean over all its tokens.
 
     Returns:
-        () float32. Without any label that counts: NaN, as torch's.
+        () float32. NaN if no label counts, as in torch.
 
     Raises:
         ConfigError: shapes that differ.
@@ -218,7 +220,7 @@ def token_loss(logits: Tensor, labels: Tensor, mesh: Mesh, *, tokens: float | Te
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Add up what ranks have. Gradients are weighted by their number, for the engine takes the mean over them."""
+    """All-reduce sums. Backward multiplies by the number of ranks, since the engine averages gradients over them."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, everyone: Communicator) -> Tensor:
@@ -233,10 +235,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sequence_group(mesh: Mesh) -> Communicator:
-    """Return the ranks that share this rank's sequences.
+    """Return the communicator of the ranks that share this rank's sequences.
 
     Raises:
-        ConfigError: it is no mesh.
+        ConfigError: ``mesh`` is not a mesh.
     """
     return _get_axis_communicator(mesh, (SEQUENCE,))
 

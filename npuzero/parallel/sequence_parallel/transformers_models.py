@@ -1,8 +1,8 @@
-"""Models of transformers over slices of sequences: their attention, masks, positions and loss see whole ones.
+"""Run transformers models on slices of sequences: attention, masks, positions and loss see the full sequences.
 
-transformers asks a table for the attention and the masks of a model by a name that its config has. A prepared model has
-a name of its own there, behind which stand those that it had before, over whole sequences. Nothing of its class is
-changed, so recomputing a block in backward finds the same.
+transformers looks up a model's attention and masks in a table, by a name in its config. A prepared model has its own
+name in that table. The functions registered there call the model's previous ones on full sequences. The model's class
+is not changed, so recomputing a block in backward finds the same functions.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _PREFIX = "npuzero_slices"
 
 
 def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Have a causal model of transformers compute on slices of sequences; in place, before ``zero()``.
+    """Prepare a causal transformers model for slices of sequences; in place, before ``zero()``.
 
-    Give it what :func:`slice` returns, on all ranks of the mesh's ``sequence`` axis. Its attention, ``sdpa`` or
-    ``eager`` as it is, runs on whole sequences and a part of the heads; masks are those of whole sequences; positions
-    are the slice's where none are given. With labels, ``model(...).loss`` is :func:`token_loss`.
+    Call it with the result of :func:`slice`, on all ranks of the mesh's ``sequence`` axis. Its attention, such as
+    ``sdpa`` or ``eager``, runs on full sequences and some of the heads; masks cover full sequences; missing positions
+    default to the slice's. With labels, ``model(...).loss`` is :func:`token_loss`.
 
     Args:
         model: a transformers model that computes attention by transformers' ``AttentionInterface``.
-        mesh: as :func:`npuzero.mesh` made it.
+        mesh: from :func:`npuzero.mesh`.
 
     Returns:
-        nn.Module: the same.
+        nn.Module: the same object.
 
     Raises:
-        ConfigError: the ranks do not divide the heads; a model that brings tokens together other than by attention,
-            that is not causal, or not of transformers. When it is called: what ranks with slices cannot compute.
+        ConfigError: the ranks do not divide the heads; the model mixes tokens other than by attention, is not causal,
+            or not of transformers. On a call: an argument that slices cannot support.
 
     Example::
 
@@ -73,10 +73,10 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def check_sequence_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
-    """Check that :func:`sequence` has prepared a model of transformers that is to train on a sequence axis.
+    """Check that :func:`sequence` has prepared a transformers model before it trains on a sequence axis.
 
     Raises:
-        ConfigError: it has not, and nothing else in ``model`` is prepared: its attention would see slices alone.
+        ConfigError: no module of ``model`` is prepared: its attention would see only slices.
     """
     if not isinstance(ranks, Mesh) or ranks.size((SEQUENCE,)) == 1:
         return
@@ -94,13 +94,13 @@ def check_sequence_prepared(model: nn.Module, ranks: World | Mesh | None) -> Non
 
 
 def _get_attention_name(module: nn.Module) -> str | None:
-    """Return the name of the attention that a model of transformers computes by; None: ``module`` is none."""
+    """Return the name of a transformers model's attention; None for another module."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return name if isinstance(name, str) else None
 
 
 class _SequenceSlicing:
-    """Stand before the forward, the masks and the attention of one model on one rank."""
+    """Hook the forward, the masks and the attention of one model on one rank."""
 
     def __init__(self, model: Any, group: Communicator) -> None:
         self._group = group
@@ -113,7 +113,7 @@ class _SequenceSlicing:
         self._install(model, f"{_PREFIX}_{next(_NAMES)}")
 
     def __deepcopy__(self, memo: object) -> _SequenceSlicing:
-        return self  # it knows a communicator, and no copy of a model has another
+        return self  # copies of a model share its communicator
 
     def _install(self, model: Any, name: str) -> None:
         tables = self._attention, self._masking.ALL_MASK_ATTENTION_FUNCTIONS
@@ -132,7 +132,7 @@ class _SequenceSlicing:
         model.register_forward_pre_hook(self.enter, with_kwargs=True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Name the arguments of the model's forward, and give positions of the slice where there are none."""
+        """Name the arguments of the model's forward, and add the slice's positions if there are none."""
         given = {**dict(zip(self._takes, args, strict=False)), **options}
         refused = [name for name in ("past_key_values", "output_attentions") if given.get(name)]
         refused += ["labels"] * (given.get("labels") is not None and not self._learns)
@@ -146,19 +146,19 @@ class _SequenceSlicing:
         tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if "use_cache" in self._takes:
-            given["use_cache"] = False  # keys and values are of no use to another forward
+            given["use_cache"] = False  # keys and values of a slice are useless to another forward
         if tokens is not None and given.get("position_ids") is None:
             begin = self._group.rank * tokens.shape[1]
             positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
             given["position_ids"] = positions.expand(tokens.shape[:2])
         self._packed = given.pop(PACKED, None)
         if self._packed is not None and given.get("attention_mask") is None:
-            # With a mask transformers looks for no packed sequences, of which it would see those in the slice.
+            # Without a mask transformers would detect packed sequences itself, and only those in the slice.
             given["attention_mask"] = torch.ones_like(self._packed, dtype=torch.bool)
         return (), given
 
     def mask(self, **asked: Any) -> Any:
-        """Return the mask of whole sequences that the model's own attention takes."""
+        """Return the mask of full sequences that the model's own attention takes."""
         seq, padding = asked["q_length"] * self._group.size, asked.get("attention_mask")
         wrong = None
         if not asked.get("allow_is_causal_skip", True) or asked.get("q_offset", 0):
@@ -186,16 +186,16 @@ class _SequenceSlicing:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Compute the model's own attention on this rank's heads of whole sequences.
+        """Compute the model's own attention on this rank's heads of full sequences.
 
         Args:
             query: [batch, heads, seq / ranks, dim]; key, value: [batch, key heads, seq / ranks, dim].
-            attention_mask: of whole sequences and all heads alike, or None.
+            attention_mask: of full sequences, the same for all heads, or None.
 
         Returns:
             Tensor[batch, seq / ranks, heads, dim], and no weights.
         """
-        options.pop("position_ids", None)  # those of the slice, which attention itself has no use for
+        options.pop("position_ids", None)  # of the slice; attention itself does not use them
         strangers = [name for name, given in options.items() if isinstance(given, Tensor)]
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             seq = query.shape[2] * self._group.size
@@ -214,13 +214,13 @@ class _SequenceSlicing:
         return all_to_all_dims(out, self._group, 1, 2), None
 
     def _own_attention(self, module: nn.Module) -> Any:
-        """Return the attention that ``module`` would call itself: the table has all but ``eager``, its file's own."""
+        """Return the attention that ``module`` would call: ``eager`` from its own file, others from the table."""
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return self._attention.get_interface(self._own, eager)
 
 
 def _make_weak_caller(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return what calls ``method`` as long as the hook of a model, or of a copy of it, keeps its object."""
+    """Return a function that calls ``method`` while the hook of a model, or of its copy, keeps the object alive."""
 
     def call(*args: Any, **options: Any) -> Any:
         bound = method()
@@ -231,7 +231,7 @@ def _make_weak_caller(method: weakref.WeakMethod[Callable[..., Any]]) -> Callabl
 
 
 class _PartialAttention:
-    """Show an attention module as one that has some of its heads."""
+    """Present an attention module as one with some of its heads."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -245,18 +245,18 @@ def _make_token_loss(mesh: Mesh) -> Any:
     def loss(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
         return token_loss(logits, labels, mesh, tokens=num_items_in_batch)
 
-    return loss  # a function, which copies of the model share
+    return loss  # a function, so that copies of the model share it
 
 
 def _predicts_tokens(model: nn.Module) -> bool:
-    """Return whether a label is the next token: so it is, too, where transformers does not know a model's loss."""
+    """Return whether labels are next tokens; also true if transformers does not know the model's loss."""
     return getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
 
 def _check_causal_model(model: Any, ranks: int) -> None:
-    """Raise ConfigError for a model whose tokens meet elsewhere than in causal attention, or whose heads do not divide.
+    """Raise ConfigError if tokens mix other than in causal attention, or heads do not divide.
 
-    All of it is in the model's class and config, so every rank raises.
+    The check reads only the model's class and config, so every rank raises.
     """
     try:
         known: Any = importlib.import_module("transformers").PreTrainedModel
