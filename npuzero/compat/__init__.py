@@ -1,7 +1,10 @@
-"""Doors: configurations that people have for other engines go in, and the same training comes out.
+"""Run configurations that were written for other engines.
 
-``rules`` says what becomes of each key as data, ``translation`` walks a file by them and reports; each door has a
-package of its own below.
+In: a DeepSpeed or InternEvo configuration. Out: the same training on npuzero, and a ``Translation`` that reports the
+decision for each key: honoured, translated, noted or refused.
+
+Read ``rules`` (one key's rule, as data), ``translation`` (the walk over a configuration), then ``deepspeed`` or
+``internevo``, one folder for each engine.
 """
 
 from npuzero.compat.rules import ABSENT, Decision, KeyRule, KeyRules

@@ -1,13 +1,13 @@
-"""Rules: what becomes of each key of somebody else's configuration, as data.
+"""Rules for the keys of another engine's configuration, as data.
 
-A configuration is nested mappings; a key has a path such as ``"zero_optimization.stage"``. A rule says of one path
-what its values may be, what is decided of it and why. The walker
+A configuration is nested mappings; a key has a path such as ``"zero_optimization.stage"``. A rule gives for one path
+the values that it takes, the decision and the reason. The walk
 (:func:`npuzero.compat.translation.translate_configuration`) knows no key.
 
 Invariants:
-    * one path, one rule; a path without a rule is an unknown key, and refused;
-    * a reader takes a value as the other side would have taken it, or says what it would have taken;
-    * what a refused key's ``unless`` has asks for what is done anyway, so it is noted.
+    * a path has one rule; a path without a rule is an unknown key, and refused;
+    * a reader accepts a value as the source engine does, or names the values that the source engine accepts;
+    * a refused key is noted instead where its value, one of ``unless``, asks for npuzero's own behaviour.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from npuzero.errors import ConfigError
 
 
 class Decision(str, Enum):
-    """Say what becomes of a key."""
+    """Name the decision for a key."""
 
-    HONOURED = "honoured"  # npuzero has the same thing, and the value goes there as it is
-    TRANSLATED = "translated"  # the value becomes another one, or goes elsewhere
-    NOTED = "noted"  # nothing follows from it here, and the words say why that is well
-    REFUSED = "refused"  # what it asks for is not there, and the words say what to do instead
+    HONOURED = "honoured"  # npuzero has the same option, and the value is passed on unchanged
+    TRANSLATED = "translated"  # the value is converted, or passed to another option
+    NOTED = "noted"  # the key has no effect here, and the words give the reason
+    REFUSED = "refused"  # npuzero lacks the feature, and the words give an alternative
 
 
 class UnreadableValue(ValueError):
-    """Say what a value should have been."""
+    """Describe the values that a reader accepts."""
 
 
-#: Returns a value as it is understood, or raises Unreadable.
+#: Returns a value as it is understood, or raises UnreadableValue.
 Reader = Callable[[Any], Any]
 
 
 class _AbsentValue:
-    """Stand for a value that is not there, since None is one."""
+    """Mark a missing value, since None is a valid one."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -48,7 +48,7 @@ class _AbsentValue:
         return False
 
 
-#: No value: of a key that the file does not have, and of a rule that says none.
+#: No value: for a key that the file lacks, and for a rule that gives none.
 ABSENT: Final = _AbsentValue()
 
 
@@ -58,7 +58,7 @@ def read_anything(value: Any) -> Any:
 
 
 def read_flag(value: Any) -> bool:
-    """Read true or false; 0 and 1 are, too."""
+    """Read true or false; 0 and 1 count as well."""
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise UnreadableValue("true or false")
@@ -72,10 +72,11 @@ def read_text_value(value: Any) -> str:
 
 
 def number_reader(least: float | None = None, most: float | None = None, above: float | None = None) -> Reader:
-    """Return a reader of finite numbers in a range, which ends at ``least`` and ``most`` or begins above ``above``."""
+    """Return a reader of finite numbers from ``least`` to ``most`` (inclusive), or greater than ``above``."""
     bounds = {"from": least, "above": above, "to": most}
     words = "".join(f" {word} {bound:.15g}" for word, bound in bounds.items() if bound is not None)
 
+    # bool is an int in Python, and JSON's true is no number; infinity and NaN fail the last comparison.
     def read(value: Any) -> float:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             low = (least is None or value >= least) and (above is None or value > above)
@@ -87,7 +88,7 @@ def number_reader(least: float | None = None, most: float | None = None, above: 
 
 
 def integer_reader(least: float | None = None, most: float | None = None) -> Reader:
-    """Return a reader of integers in a range; ``5e8`` is one, which JSON has as a float."""
+    """Return a reader of integers in a range; ``5e8``, a float in JSON, counts as one."""
     inner = number_reader(least, most)
 
     def read(value: Any) -> int:
@@ -103,7 +104,7 @@ def integer_reader(least: float | None = None, most: float | None = None) -> Rea
 
 
 def choice_reader(*words: str, **meanings: Any) -> Reader:
-    """Return a reader of some words, in any case; of ``meanings`` the value is what the word means."""
+    """Return a reader of given words, in any case. ``meanings`` maps a word to the value that it is read as."""
     known = {**{word: word for word in words}, **meanings}
 
     def read(value: Any) -> Any:
@@ -115,7 +116,7 @@ def choice_reader(*words: str, **meanings: Any) -> Reader:
 
 
 def list_reader(reader: Reader, length: int | None = None) -> Reader:
-    """Return a reader of lists, of whose items each is read by ``reader``; the value is a tuple."""
+    """Return a reader of lists that reads each item by ``reader`` and returns a tuple."""
 
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or (length is not None and len(value) != length):
@@ -129,7 +130,7 @@ def list_reader(reader: Reader, length: int | None = None) -> Reader:
 
 
 def optional_reader(reader: Reader) -> Reader:
-    """Return a reader that takes null (None) beside what ``reader`` takes."""
+    """Return a reader that also accepts null (None)."""
 
     def read(value: Any) -> Any:
         try:
@@ -142,21 +143,20 @@ def optional_reader(reader: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Say what becomes of one key of a configuration.
+    """Describe the decision for one key of a configuration.
 
     Args:
-        path: keys from the top with dots between; a last ``*`` stands for whatever keys there are.
-        decision: what becomes of it.
-        words: why, what it becomes, or what to do instead: one sentence or two.
-        target: where it goes, as ``"AdamW.lr"``: owner and field; :meth:`Translation.into` takes them by owner. Two
-            keys with one target are two names of it. Empty for what goes nowhere.
-        reads: takes the value as the other side does, or raises Unreadable.
-        unless: of a refused key, the values (as read) that ask for what is done anyway.
-        switch: path of the key that switches this one's section on; where its value is false this is noted, whatever it
-            says.
-        absent: the value where the file does not have the key, if that is one to know about: the other side's default.
+        path: keys from the top, joined by dots; a last ``*`` stands for any key.
+        decision: the decision for the key.
+        words: one or two sentences: the reason, the translation, or an alternative.
+        target: owner and field that the value is passed to, as ``"AdamW.lr"``; :meth:`Translation.into` groups them by
+            owner. Two keys with one target are two names of it. Empty if the value is passed to nothing.
+        reads: reads the value as the source engine does, or raises UnreadableValue.
+        unless: of a refused key, the values (as read) that ask for npuzero's own behaviour.
+        switch: path of the key that turns this key's section on; while that is false, this key is noted with any value.
+        absent: the source engine's default, if a missing key should be reported with it.
         auto: the value for ``"auto"`` where the caller gives none; ABSENT: "auto" is then refused.
-        trap: what people believe of the key that is not so, or is so in some versions alone.
+        trap: a common misbelief about the key, or a belief that only some versions fulfil.
     """
 
     path: str
@@ -172,7 +172,7 @@ class KeyRule:
 
 
 class KeyRules:
-    """Hold the rules of one kind of configuration, and find them by path."""
+    """Store the rules of one kind of configuration, and find them by path."""
 
     def __init__(self, rules: Iterable[KeyRule]) -> None:
         self._rules: dict[str, KeyRule] = {}
@@ -187,11 +187,11 @@ class KeyRules:
         return iter(self._rules.values())
 
     def find(self, path: str) -> KeyRule | None:
-        """Return the rule of the path; else that of whatever is at its place; None where there is none."""
+        """Return the rule of the path, else the ``*`` rule of its section; None without either."""
         return self._rules.get(path) or self._rules.get(join_key_path(path.rpartition(".")[0], "*"))
 
     def below(self, path: str) -> tuple[str, ...]:
-        """Return the keys that the section ``path`` may have, in the rules' order; the top is ``""``."""
+        """Return the keys that the section ``path`` may have, in the order of the rules; ``""`` is the top."""
         return tuple(self._below.get(path, ()))
 
     def _enter(self, path: str) -> None:
@@ -204,12 +204,12 @@ class KeyRules:
 
 
 def join_key_path(section: str, key: str) -> str:
-    """Return the path of ``key`` in ``section``, which is ``""`` at the top."""
+    """Return the path of ``key`` in ``section``, where ``""`` is the top."""
     return f"{section}.{key}" if section else key
 
 
 def flatten_mapping(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each leaf of nested mappings."""
+    """Yield (path, value) of each leaf of nested mappings."""
     for key, value in values.items():
         path = join_key_path(section, str(key))
         if isinstance(value, Mapping) and value:

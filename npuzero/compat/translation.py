@@ -1,4 +1,4 @@
-"""The walker over a configuration, and its report: what became of each key."""
+"""Walk over a configuration and report the decision for each key."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from npuzero.compat.rules import ABSENT, Decision, KeyRule, KeyRules, Unreadable
 from npuzero.config import describe_value
 from npuzero.errors import ConfigError, did_you_mean
 
-#: What files say where somebody else is to fill in the value.
+#: The value that a file leaves to the calling program.
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """Say what became of one key.
+    """Report the decision for one key.
 
     Args:
         path: of the key.
-        given: the value in the file; ABSENT where it has none, and the other side's default counts.
-        value: as it is understood; ABSENT where it is not.
-        decision: what became of it.
-        target: where it went, ``"AdamW.lr"``; empty for nowhere.
-        words: why, what it became, or what to do instead.
-        trap: what people believe of it that is not so.
+        given: the value in the file; ABSENT where the file has none and the source engine's default counts.
+        value: the value as read; ABSENT if it could not be read.
+        decision: the decision.
+        target: owner and field that the value is passed to, ``"AdamW.lr"``; empty for none.
+        words: the reason, the translation, or an alternative.
+        trap: a common misbelief about the key.
     """
 
     path: str
@@ -38,15 +38,15 @@ class TranslatedKey:
 
     @property
     def counts(self) -> bool:
-        """Tell whether something follows from it."""
+        """Return whether the key has an effect."""
         return self.decision in (Decision.HONOURED, Decision.TRANSLATED)
 
 
 class Translation:
-    """Report what became of each key of a configuration: honoured, translated, noted or refused.
+    """Report the decision for each key of a configuration: honoured, translated, noted or refused.
 
     Args:
-        subject: what the configuration is, in the words of an error: ``"deepspeed configuration ds.json"``.
+        subject: the configuration as errors name it: ``"deepspeed configuration ds.json"``.
     """
 
     def __init__(self, subject: str) -> None:
@@ -59,41 +59,45 @@ class Translation:
 
     @property
     def entries(self) -> tuple[TranslatedKey, ...]:
-        """Return all entries: in the order of the file, defaults of absent keys behind."""
+        """Return all entries in the order of the file, then the defaults of missing keys."""
         return tuple(self._entries.values())
 
     def decided(self, decision: Decision) -> tuple[TranslatedKey, ...]:
-        """Return the entries of which this was decided."""
+        """Return the entries with this decision."""
         return tuple(entry for entry in self.entries if entry.decision is decision)
 
     def value(self, path: str, otherwise: Any = None) -> Any:
-        """Return the value of a key as it is understood, if something follows from it; else ``otherwise``."""
+        """Return the value of a key as read, if the key has an effect; else ``otherwise``."""
         entry = self._entries.get(path)
         return entry.value if entry is not None and entry.counts else otherwise
 
     def into(self, owner: str) -> dict[str, Any]:
-        """Return what goes to ``owner``: of targets ``"AdamW.lr"`` the value as ``lr``; what counts alone."""
+        """Return the fields of ``owner``: a target ``"AdamW.lr"`` gives ``lr``. Only keys that have an effect are
+        included.
+        """
         targets = ((entry.target.partition("."), entry.value) for entry in self.entries if entry.counts)
         return {field: value for (head, _, field), value in targets if head == owner and field}
 
     def add(self, entry: TranslatedKey) -> None:
-        """Record what became of a key."""
+        """Record the decision for a key."""
         self._entries[entry.path] = entry
 
     def amend(self, path: str, decision: Decision, words: str) -> None:
-        """Change what is decided of a key, for what other keys say or the program gives; also of one that is absent."""
+        """Change the decision for a key because of other keys or the program's arguments. The key may be missing in the
+        file.
+        """
         entry = self._entries.get(path) or TranslatedKey(path, ABSENT, ABSENT, decision, "", words)
         self.add(replace(entry, decision=decision, words=words))
 
     def refuse(self, path: str, words: str) -> None:
-        """Refuse a key; ``words`` say why and what to do."""
+        """Refuse a key; ``words`` give the reason and an alternative."""
         self.amend(path, Decision.REFUSED, words)
 
     def check(self) -> None:
         """Raise if any key is refused.
 
         Raises:
-            ConfigError: names each refused key, its value and the way out; ``error.facts["refused"]`` has the paths.
+            ConfigError: names each refused key, its value and an alternative; ``error.facts["refused"]`` has the paths.
         """
         refused = self.decided(Decision.REFUSED)
         if refused:
@@ -106,28 +110,27 @@ class Translation:
             )
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Return for a table of each entry: key, value, decision, where it goes, words."""
+        """Return a table: key, value, decision, target and words of each entry."""
         return [
             (entry.path, _format_value(entry.given), entry.decision.value, _format_target(entry), entry.words)
             for entry in self.entries
         ]
 
     def traps(self) -> list[tuple[str, str]]:
-        """Return for each entry that has one its key and trap."""
+        """Return (key, trap) of each entry that has a trap."""
         return [(entry.path, entry.trap) for entry in self.entries if entry.trap]
 
 
 def translate_configuration(
     subject: str, values: Mapping[str, Any], rules: KeyRules, auto: Mapping[str, Any] | None = None
 ) -> Translation:
-    """Walk a configuration and say of each key what becomes of it. Nothing is raised for a key of it: see
-    :meth:`Translation.check`.
+    """Walk over a configuration and decide on each key. Bad keys do not raise here but in :meth:`Translation.check`.
 
     Args:
-        subject: what the configuration is, for errors.
-        values: nested mappings, as a file has them.
-        rules: what becomes of each key.
-        auto: by path the values for keys that say ``"auto"``.
+        subject: the configuration as errors name it.
+        values: nested mappings, as in the file.
+        rules: the rule of each key.
+        auto: values for the keys that are ``"auto"``, by path.
 
     Raises:
         ConfigError: ``auto`` has a path without a rule.
@@ -144,7 +147,7 @@ def translate_configuration(
 
 @dataclass
 class _ConfigurationWalk:
-    """Walk once over a configuration."""
+    """Walk over one configuration, once."""
 
     translation: Translation
     rules: KeyRules
@@ -160,7 +163,7 @@ class _ConfigurationWalk:
                 self.translation.add(self.key(section, str(key), value))
 
     def key(self, section: str, key: str, given: Any) -> TranslatedKey:
-        """Return what becomes of one key."""
+        """Return the decision for one key."""
         path = join_key_path(section, key)
         rule = self.rules.find(path)
         if given == {} and self.rules.below(path):
@@ -173,7 +176,7 @@ class _ConfigurationWalk:
             return TranslatedKey(path, given, ABSENT, Decision.REFUSED, rule.target, str(error))
 
     def _read(self, rule: KeyRule, path: str, given: Any) -> Any:
-        """Return the value of a key as it is understood, that of "auto" where somebody fills it in."""
+        """Return the value of a key as read. ``"auto"`` is replaced by the caller's value, else by the rule's."""
         value = given
         if isinstance(given, str) and given.lower() == AUTO and not _takes_auto(rule):
             value = self.auto.get(path, ABSENT)
@@ -202,12 +205,12 @@ class _ConfigurationWalk:
         )
 
     def _other(self, entry: TranslatedKey) -> TranslatedKey | None:
-        """Return the entry of another name of the same thing that says something else."""
+        """Return the entry of another key that has the same target and a different value."""
         twins = (twin for twin in self.translation.entries if twin.counts and entry.counts and entry.target)
         return next((twin for twin in twins if twin.target == entry.target and twin.value != entry.value), None)
 
     def _unknown(self, section: str, key: str, given: Any) -> tuple[Decision, str, str]:
-        """Return what is decided of a key that has no rule."""
+        """Return the decision for a key without a rule."""
         below = self.rules.below(join_key_path(section, key))
         if below:
             return (
@@ -222,7 +225,9 @@ class _ConfigurationWalk:
         return Decision.REFUSED, "", words
 
     def _on(self, path: str) -> bool:
-        """Tell whether the switch at ``path`` is on: as the file, the caller's word for "auto", or the default says."""
+        """Return whether the switch at ``path`` is on, by the file, by the caller's value for "auto", or by the
+        default.
+        """
         rule, value = self.rules.find(path), _get_by_path(self.values, path)
         if isinstance(value, str) and value.lower() == AUTO:
             value = self.auto.get(path, ABSENT if rule is None else rule.auto)
@@ -230,11 +235,11 @@ class _ConfigurationWalk:
             value = rule.absent
         try:
             return bool(value if rule is None else rule.reads(value))
-        except UnreadableValue:  # refused under its own name
+        except UnreadableValue:  # that key is refused under its own path
             return False
 
     def absent(self) -> None:
-        """Add the other side's defaults of keys that the file does not have, where their rules tell them."""
+        """Add the source engine's defaults of the keys that the file lacks, where the rules have them."""
         said = {entry.path for entry in self.translation.entries} | {e.target for e in self.translation.entries}
         for rule in self.rules:
             if rule.absent is ABSENT or rule.path in said or (rule.target and rule.target in said):
@@ -247,10 +252,10 @@ class _ConfigurationWalk:
 
 
 def fill_auto_values(attributes: Mapping[str, str], source: object) -> dict[str, Any]:
-    """Return values for keys that say "auto", by path, from attributes of ``source`` that are there.
+    """Return values for the keys that are "auto", by path, from the attributes that ``source`` has.
 
     Args:
-        attributes: from path to the name of the attribute that has its value.
+        attributes: maps a path to the name of the attribute with its value.
         source: an object that may have them, such as parsed arguments.
     """
     found = {path: getattr(source, name, ABSENT) for path, name in attributes.items()}
@@ -258,7 +263,7 @@ def fill_auto_values(attributes: Mapping[str, str], source: object) -> dict[str,
 
 
 def _takes_auto(rule: KeyRule) -> bool:
-    """Tell whether "auto" is one of the words of the key itself."""
+    """Return whether "auto" is a regular value of the key."""
     try:
         return rule.auto is ABSENT and rule.reads(AUTO) == AUTO and rule.decision is not Decision.REFUSED
     except UnreadableValue:

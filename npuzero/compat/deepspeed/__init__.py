@@ -1,7 +1,10 @@
-"""DeepSpeed's door: its configuration and its calls, as of version 0.19.8.
+"""Run DeepSpeed's configurations and calls on npuzero, as of version 0.19.8.
 
-``rules`` has what becomes of each key, ``configuration`` what they say together, ``recipe`` what that comes to, and
-``engine`` the calls of a training program.
+In: a model, an optimizer and a DeepSpeed configuration. Out: ``initialize`` returns a ``DeepSpeedEngine`` with
+DeepSpeed's methods; ``explain`` returns the decision for each key of the configuration.
+
+Read ``door`` (``initialize``), ``configuration`` (from keys to an ``EngineRecipe``) and ``engine`` (the methods that a
+training program calls) first. ``rules`` has one rule for each key.
 """
 
 from npuzero.compat.deepspeed.configuration import explain

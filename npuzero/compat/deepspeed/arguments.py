@@ -1,4 +1,4 @@
-"""What the arguments of transformers' Trainer say of keys that a configuration leaves to "auto"."""
+"""Read values for "auto" keys from the arguments of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from npuzero.compat.translation import fill_auto_values
 
-#: Key, and the argument that has its value.
+#: Maps a key to the Trainer argument with its value.
 ARGUMENTS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -25,9 +25,9 @@ _ZERO_IS_UNSAID = ("scheduler.params.warmup_num_steps", "scheduler.params.total_
 
 
 def read_trainer_arguments(args: Any, world: int) -> dict[str, Any]:
-    """Return values by path for what ``args`` has; nothing where it is None or has none of them.
+    """Return values by path from the attributes of ``args``; {} if it has none of them.
 
-    Steps that ``args`` leaves to be computed (0 or less) are not among them.
+    Steps that the Trainer computes later (0 or less) are left out.
     """
     found = {
         path: value
@@ -36,6 +36,7 @@ def read_trainer_arguments(args: Any, world: int) -> dict[str, Any]:
     }
     if all(hasattr(args, name) for name in _BETAS):
         found["optimizer.params.betas"] = [getattr(args, name) for name in _BETAS]
+    # The Trainer's schedules warm up from 0.
     if "optimizer.params.lr" in found:
         found["scheduler.params.warmup_min_lr"] = 0
     micro, passes = (found.get(f"{key}") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))

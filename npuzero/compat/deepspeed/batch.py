@@ -1,4 +1,4 @@
-"""The batch of a step, of which a configuration says one to three of three numbers."""
+"""The batch sizes of a step; a configuration gives one to three of the three numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ KEYS = {
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Say how many samples a step has.
+    """Hold the batch sizes of a step.
 
     Args:
-        total: of all ranks together (``train_batch_size``).
-        micro: that a rank's forward sees (``train_micro_batch_size_per_gpu``).
-        accumulation: passes between two updates (``gradient_accumulation_steps``).
-        world: ranks with data of their own.
+        total: samples of a step on all ranks together (``train_batch_size``).
+        micro: samples of a micro-batch on one rank (``train_micro_batch_size_per_gpu``).
+        accumulation: micro-batches between two updates (``gradient_accumulation_steps``).
+        world: number of data ranks.
 
     Raises:
-        ConfigError: a number that is not positive, or ``total`` is not the product of the others.
+        ConfigError: a number is not positive, or ``total`` is not the product of the rest.
     """
 
     total: int
@@ -53,10 +53,10 @@ class BatchSizes:
         return f"{self.total} and {self.micro} * {self.accumulation} * {self.world}"
 
     def of_total(self, total: int) -> BatchSizes:
-        """Return the batch with so many samples a step, by another number of passes.
+        """Return the batch with ``total`` samples per step, changing the number of passes.
 
         Raises:
-            ConfigError: ``total`` is no multiple of what a pass of all ranks sees.
+            ConfigError: ``total`` is no multiple of the samples in one pass of all ranks.
         """
         a_pass = self.micro * self.world
         if total % a_pass:
@@ -69,16 +69,17 @@ class BatchSizes:
         return replace(self, total=total, accumulation=total // a_pass)
 
     def of_micro(self, micro: int) -> BatchSizes:
-        """Return the batch with so many samples in a rank's forward, and as many passes."""
+        """Return the batch with ``micro`` samples per micro-batch and the same number of passes."""
         return replace(self, total=micro * self.accumulation * self.world, micro=micro)
 
 
 def complete_batch_sizes(total: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
-    """Return the batch that one to three of its numbers say, as DeepSpeed completes them; None: not said.
+    """Complete the batch sizes as DeepSpeed does; None marks a number that is not given.
 
     Raises:
-        ConfigError: neither ``total`` nor ``micro`` is said, or what they come to is no batch.
+        ConfigError: neither ``total`` nor ``micro`` is given, or the numbers do not fit together.
     """
+    # The order matters: accumulation is derived before micro, and total last. BatchSizes checks the product.
     if total is None and micro is None:
         raise ConfigError(
             KEYS["total"],

@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed's: what becomes of its keys, and of what they say together."""
+"""Translate a DeepSpeed configuration, and check keys that depend on each other."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Config = Mapping[str, Any] | PathLike
 
 
 def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
-    """Say what becomes of each key of a configuration of DeepSpeed 0.19.8's.
+    """Return the decision for each key of a DeepSpeed 0.19.8 configuration.
 
     Args:
         config: nested mappings, or the path of a JSON file.
-        world: ranks with data of their own; None: not known, and what depends on it is not checked.
-        auto: by path values for keys that say "auto", such as ``{"optimizer.params.lr": 1e-4}``.
+        world: number of data ranks; None means unknown, and checks that depend on it are left out.
+        auto: values for keys that are "auto", by path, such as ``{"optimizer.params.lr": 1e-4}``.
 
     Raises:
-        ConfigError: no such file, or no object in it; refused keys are in the translation.
+        ConfigError: there is no such file, or it holds no object. Refused keys do not raise; the translation has them.
 
     Example::
 
@@ -55,14 +55,17 @@ def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any]
 
 
 def find_optimizer_maker(found: Translation) -> ObjectMaker | str | None:
-    """Return what makes the optimizer that the file names; why there is none; or None where it names none."""
+    """Return the maker of the optimizer in the file; a text with the reason if there is none; None if the file has
+    none.
+    """
     kind = found.into("Optimizer").get("type")
     adam = found.into("Adam")
     return None if kind is None else choose_optimizer_maker(kind, adam.get("decoupled", True), adam.get("torch", False))
 
 
 def find_schedule_maker(found: Translation) -> ObjectMaker | str | None:
-    """Return what makes the schedule that the file names; why there is none; or None where it names none."""
+    """Return the maker of the schedule in the file; a text with the reason if there is none; None if the file has none.
+    """
     kind = found.into("Scheduler").get("type")
     return None if kind is None else choose_schedule_maker(kind)
 
@@ -86,7 +89,7 @@ def _get_section_type(values: Mapping[str, Any], section: str) -> str:
 
 
 def _torch_option_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[KeyRule]:
-    """Return rules for options that only a class of torch's has."""
+    """Return rules for options that only a torch class has."""
     owners = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
     made = {
         "optimizer": choose_optimizer_maker(kinds["optimizer"], True, False),
@@ -103,6 +106,7 @@ def _torch_option_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> 
 
 
 def _check_precision_keys(found: Translation) -> None:
+    # The loss scale exists for float16 parameters alone, so any other use of float16 is refused.
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}
     on = [name for name in low if found.into(name).get("enabled")]
     if len(on) > 1:
@@ -118,7 +122,8 @@ def _check_precision_keys(found: Translation) -> None:
 
 
 def _check_section_options(found: Translation, section: str, made: Callable[[], ObjectMaker | str | None]) -> None:
-    """Refuse a type that is not there, options that it does not take, and options that it lacks."""
+    """Refuse an unknown type, options that it does not take, and required options that are missing."""
+    # Only options that are passed to the optimizer or schedule are checked; others have targets elsewhere.
     maker = made()
     path = f"{section}.params"
     given = {entry.path.rpartition(".")[2]: entry for entry in found.entries if entry.path.startswith(path + ".")}
@@ -139,7 +144,7 @@ def _check_section_options(found: Translation, section: str, made: Callable[[], 
 
 
 def _note_adam_decay(found: Translation) -> None:
-    """Note what says how Adam decays weights, where the type is no adam."""
+    """Note the keys of Adam's weight decay where the type is not adam."""
     if str(found.value("optimizer.type")).lower() != "adam":
         for path in ("optimizer.params.adam_w_mode", "optimizer.params.adamw_mode"):
             if found.value(path) is not None:
@@ -147,9 +152,9 @@ def _note_adam_decay(found: Translation) -> None:
 
 
 def _check_plan_keys(found: Translation) -> None:
-    """Refuse, or note, what does not go with the stage."""
+    """Refuse or note the keys that do not fit the stage."""
     if found.decided(Decision.REFUSED):
-        return  # what is to be placed is not known
+        return  # the plan is unknown
     sharded = Plan.preset(found.into("zero").get("stage", 0)).parameters.axes
     for path, what in _OF_SHARDED_PARAMETERS.items() if not sharded else ():
         if found.value(path):
@@ -163,7 +168,7 @@ def _check_plan_keys(found: Translation) -> None:
 
 
 def _check_rank_groups(found: Translation, world: int | None) -> None:
-    """Refuse groups of ranks that do not divide all of them."""
+    """Refuse group sizes that do not divide the number of ranks."""
     if world is None or found.decided(Decision.REFUSED) or not build_translated_plan(found).parameters.axes:
         return
     for path in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
@@ -172,7 +177,7 @@ def _check_rank_groups(found: Translation, world: int | None) -> None:
             found.refuse(path, f"{size} ranks of a group do not divide {world} ranks: say a divisor of {world}.")
 
 
-#: What says something of parameters that are sharded, and what to do elsewhere; nothing where it is without effect.
+#: Keys that only apply to sharded parameters, with the advice to refuse them by; empty: the key is noted.
 _OF_SHARDED_PARAMETERS = {
     "zero_optimization.zero_hpz_partition_size": "",
     "zero_optimization.mics_shard_size": "",

@@ -1,4 +1,4 @@
-"""``npuzero.initialize``: DeepSpeed's call, its configuration, and npuzero behind them."""
+"""``npuzero.initialize``: DeepSpeed's call and configuration, run by npuzero."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 class InitializedEngine(NamedTuple):
-    """Hold what :func:`initialize` returns, in DeepSpeed's order."""
+    """Hold the results of :func:`initialize`, in DeepSpeed's order."""
 
     engine: DeepSpeedEngine
     optimizer: torch.optim.Optimizer | None
@@ -47,35 +47,37 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
     auto: Mapping[str, Any] | None = None,
     world: World | None = None,
 ) -> InitializedEngine:
-    """Make an engine of a model by a configuration of DeepSpeed's, as ``deepspeed.initialize`` does.
+    """Make an engine of a model by a DeepSpeed configuration, as ``deepspeed.initialize`` does.
 
-    The model is sharded in place, on this rank's device. What becomes of each key is in ``engine.translation``, and
+    The model is sharded in place, on this rank's device. ``engine.translation`` has the decision for each key;
     ``npuzero config explain FILE`` prints it.
 
-    Without an optimizer, neither here nor in the configuration, the engine is for inference, such as of a reference
-    model: its parameters are frozen, so that nothing is held for their training, and no schedule is made.
+    Without an optimizer, neither here nor in the configuration, the engine is for inference, for example of a reference
+    model: parameters are frozen, no optimizer states are stored, and no schedule is made.
 
     Args:
-        args: with ``deepspeed_config``, the path, where ``config`` is not given. Arguments of transformers' Trainer
-            (``learning_rate``, ``per_device_train_batch_size`` ...) fill in what the configuration leaves to "auto".
-        model: with the same structure on every rank; rank 0's weights count.
-        optimizer: one over the model's parameters, which updates shards from now on, in place; one of npuzero's; or a
-            function from parameters to one. It goes before the configuration's.
-        model_parameters: parameters, or groups of them with options; None: all that train.
-        training_data: a dataset, of which each rank has its part.
-        lr_scheduler: one over ``optimizer``, or a function of an optimizer. It goes before the configuration's.
+        args: has the path as ``deepspeed_config`` where ``config`` is not given. Arguments of transformers' Trainer
+            (``learning_rate``, ``per_device_train_batch_size`` ...) fill in keys that are "auto".
+        model: the same structure on every rank; rank 0's weights count.
+        optimizer: an optimizer over the model's parameters, which is changed in place to update shards; one of
+            npuzero's; or a function from parameters to one. It takes precedence over the configuration's.
+        model_parameters: parameters, or groups of them with options; None means all that train.
+        training_data: a dataset; each rank reads its part.
+        lr_scheduler: one over ``optimizer``, or a function of an optimizer. It takes precedence over the
+            configuration's.
         collate_fn: makes a batch of samples.
         config: a dict, or the path of a JSON file; ``config_params`` is its old name.
-        auto: by path values for keys that say "auto", such as ``{"optimizer.params.lr": 1e-4}``; they go before
-            those of ``args``.
-        world: the ranks; None: those of :func:`npuzero.init`.
+        auto: values for keys that are "auto", by path, such as ``{"optimizer.params.lr": 1e-4}``; they take precedence
+            over those of ``args``.
+        world: the ranks; None means those of :func:`npuzero.init`.
 
     Returns:
-        The engine, its optimizer (None for inference), the loader (None without data) and the schedule (None where
-        nobody names one).
+        The engine, its optimizer (None for inference), the loader (None without data) and the schedule (None if neither
+        the call nor the configuration has one).
 
     Raises:
-        ConfigError: keys that npuzero cannot follow, each with its way out; no configuration; ``model_parameters`` or
+        ConfigError: keys that npuzero cannot follow, each with an alternative; no configuration; ``model_parameters``
+            or
             ``lr_scheduler`` without an optimizer; a schedule over another optimizer.
 
     Example::
@@ -134,10 +136,10 @@ def _choose_configuration(config: Config | None, config_params: Config | None, a
 
 
 def _check_for_inference(**given: Any) -> None:
-    """Check that nothing is given that only an optimizer can use.
+    """Check that no argument is given that needs an optimizer.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: one is.
     """
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if names:
@@ -151,10 +153,11 @@ def _check_for_inference(**given: Any) -> None:
 
 
 def _move_model(model: nn.Module, world: World, recipe: EngineRecipe) -> None:
-    """Bring the model to this rank's device, but for what is on meta, and parameters and buffers to their dtypes.
+    """Move the model to this rank's device, unless a parameter is on meta, and convert parameters and buffers.
 
-    So masters begin as what parameters are in 16 bits, as in DeepSpeed; under :func:`npuzero.zero` alone they begin as
-    what parameters were before.
+    Converting first makes master weights start from the 16-bit values, as in DeepSpeed. Under :func:`npuzero.zero`
+    alone
+    they start from the unconverted values.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(world.device)
@@ -180,7 +183,7 @@ def _build_optimizer(
 
 
 def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer has any of the model's parameters.
+    """Check that the optimizer has at least one of the model's parameters.
 
     Raises:
         ConfigError: it has none.

@@ -1,4 +1,4 @@
-"""An engine with the calls of DeepSpeed's, over a model that npuzero has sharded."""
+"""An engine with DeepSpeed's methods, over a model that npuzero has sharded."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from npuzero.optim import LossScaler
 class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
     """Train a model by ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, as DeepSpeed's engine does.
 
-    :func:`npuzero.initialize` makes it. What it does not have is looked for in the model.
+    Made by :func:`npuzero.initialize`. Attributes that the engine lacks are those of the model.
 
     Attributes:
-        module: the model, sharded.
-        optimizer: npuzero's, over its parameters; None: the engine is for inference.
-        lr_scheduler: stepped once an update; None: there is none.
-        training_dataloader: None: no data were given.
-        global_steps: updates tried, those among them that were skipped.
-        global_samples: samples that went into them, of all ranks.
+        module: the sharded model.
+        optimizer: npuzero's, over the model's parameters; None if the engine is for inference.
+        lr_scheduler: stepped once per update; None without a schedule.
+        training_dataloader: None without data.
+        global_steps: updates tried, including skipped ones.
+        global_samples: samples of these updates, on all ranks.
         micro_steps: calls of :meth:`step`.
-        skipped_steps: updates skipped, for gradients that were inf or NaN.
+        skipped_steps: updates skipped for gradients that were inf or NaN.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._applied = False
         self._norm: Tensor | None = None
-        self._boundary: bool | None = None  # as the program says; None: by the count
+        self._boundary: bool | None = None  # set by the program; None: decided by the count of passes
         self._passes = 0  # backward passes since the last update
         self._alone = False  # inside no_sync()
 
@@ -78,7 +78,7 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
             return self.module(*inputs, **options)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss whose own ``backward()`` is a pass: divided by the passes of a step, and scaled.
+        """Return the loss divided by the passes of a step, and scaled; call ``backward()`` on it.
 
         Raises:
             StateError: the engine has no optimizer.
@@ -93,14 +93,14 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
 
         Args:
             loss: a scalar.
-            retain_graph: as torch's.
-            scale_wrt_gas: whether it is divided by the passes of a step.
+            retain_graph: as in torch.
+            scale_wrt_gas: whether to divide the loss by the passes of a step.
 
         Returns:
-            The loss, divided.
+            The divided loss.
 
         Raises:
-            ConfigError: no scalar that has been computed from the model.
+            ConfigError: ``loss`` is no scalar computed from the model.
             StateError: the engine has no optimizer.
         """
         self._check_optimizer("engine.backward")
@@ -117,19 +117,19 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
         return mean
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Tell whether the next :meth:`step` is an update: the last pass of a step has run, or is running.
+        """Return whether the next :meth:`step` updates: the last pass of a step has run, or is running.
 
-        With ``managed_gradient_accumulation`` false nobody knows before it is called: False.
+        False if ``managed_gradient_accumulation`` is false, since the engine cannot know.
         """
         if not self.recipe.conduct.managed:
             return False
         return (self.micro_steps + 1) % self.batch.accumulation == 0 if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next :meth:`step` is an update, from now on, in place of the count of passes.
+        """Set whether the next :meth:`step` calls update, instead of counting passes.
 
         Raises:
-            StateError: with ``managed_gradient_accumulation`` false, where each step is.
+            StateError: ``managed_gradient_accumulation`` is false, and every step updates.
         """
         if not self.recipe.conduct.managed:
             raise StateError(
@@ -143,14 +143,17 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the last one of a step clip, update, and step the schedule. Collective.
 
-        An update from gradients that are inf or NaN is skipped on every rank, in the dtypes that have a loss scale or
-        ``check_grad_overflow``; the schedule stays then.
+        In dtypes with a loss scale or ``check_grad_overflow``, every rank skips an update with gradients that are inf
+        or NaN,
+        and the schedule stays where it is.
 
         Args:
             lr_kwargs: for the schedule's ``step``.
 
         Raises:
-            StateError: the engine has no optimizer; inside :meth:`no_sync`; or no backward pass since the last update.
+            StateError: the engine has no optimizer; the call is inside :meth:`no_sync`; or there was no backward pass
+                since
+                the last update.
             NonFiniteError: gradients overflow at the least loss scale.
         """
         self._check_optimizer("engine.step")
@@ -165,21 +168,22 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
         self.micro_steps += 1
 
     def was_step_applied(self) -> bool:
-        """Tell whether the last :meth:`step` changed parameters."""
+        """Return whether the last :meth:`step` changed parameters."""
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the global norm of the gradients of the last update, before clipping; None: there was none, or
+        """Return the global norm of the gradients of the last update, before clipping. None before the first update, or
+        if
         ``compute_grad_norm`` is false.
         """
         return None if self._norm is None else float(self._norm)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let passes inside the block add up on each rank alone, as DeepSpeed allows where gradients are not sharded.
+        """Accumulate gradients locally inside the block, as DeepSpeed allows where gradients are not sharded.
 
         Raises:
-            StateError: they are.
+            StateError: gradients are sharded.
         """
         if self.recipe.plan.gradients.axes:
             raise StateError(
@@ -202,10 +206,10 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
         self._passes = 0
 
     def destroy(self) -> None:
-        """Do nothing: what the engine holds goes with it, as in Python."""
+        """Do nothing: Python frees the engine's memory with its last reference."""
 
     def _check_optimizer(self, call: str) -> None:
-        """Raise StateError where the engine was made for inference."""
+        """Raise StateError if the engine was made for inference."""
         if self.optimizer is None:
             raise StateError(
                 call,
@@ -245,13 +249,14 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
             self._norm = norm if self.recipe.conduct.measures_norm else None
 
     def _optimized(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients count: those of the optimizer."""
+        """Return the parameters of the optimizer; only their gradients are measured and clipped."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _take_step(self) -> bool:
-        """Take a step, unless gradients are inf or NaN; tell whether it was.
+        """Take a step unless gradients are inf or NaN; return whether it was taken.
 
-        As in DeepSpeed the host waits to know where it may be skipped: for the schedule's sake.
+        Where a step may be skipped the host waits for the device, as in DeepSpeed, because the schedule needs the
+        result.
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

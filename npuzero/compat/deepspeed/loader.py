@@ -1,4 +1,4 @@
-"""The loader of ``training_data``: micro-batches of this rank's samples."""
+"""Build the loader of ``training_data``: micro-batches of this rank's samples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from npuzero.errors import ConfigError
 def build_data_loader(
     data: Any, collate: Callable[[Any], Any] | None, recipe: EngineRecipe, world: World
 ) -> DataLoader[Any] | None:
-    """Return a loader over ``data``, as DeepSpeed makes one: shuffled alike on all ranks, of which each has its part.
+    """Return a loader over ``data`` as DeepSpeed makes one: shuffled equally on all ranks, each with its part.
 
-    An iterable dataset divides itself. None where there are no data.
+    An iterable dataset divides itself. Without data the result is None.
 
     Raises:
-        ConfigError: no dataset.
+        ConfigError: ``data`` is no dataset.
     """
     if data is None:
         return None

@@ -1,4 +1,4 @@
-"""Which optimizer or schedule a type of DeepSpeed's is, and what it takes."""
+"""Choose the class and the options of an optimizer or schedule by DeepSpeed's type name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ObjectMaker:
     """Make an optimizer or a schedule.
 
     Args:
-        make: from parameters, or from an optimizer, and options.
-        options: what it takes.
-        defaults: of what is not said.
-        required: what has to be said.
+        make: called with parameters or an optimizer, and the options.
+        options: names of the options that ``make`` takes.
+        defaults: values of options that are not given.
+        required: names of the options that must be given.
     """
 
     make: Any
@@ -32,10 +32,10 @@ class ObjectMaker:
     required: tuple[str, ...] = ()
 
     def __call__(self, over: Any, options: Mapping[str, Any]) -> Any:
-        """Return what it makes over parameters, or over an optimizer.
+        """Return the optimizer over parameters, or the schedule over an optimizer.
 
         Raises:
-            ConfigError: options that it refuses.
+            ConfigError: ``make`` refuses an option.
         """
         try:
             return self.make(over, **{**self.defaults, **options})
@@ -47,18 +47,18 @@ class ObjectMaker:
 
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
-#: DeepSpeed's fused kernels' own defaults, where they are others than those of npuzero's class.
+#: Defaults of DeepSpeed's fused kernels where they differ from those of npuzero's class.
 _DEFAULTS = {"weight_decay": 0.0}
-#: Types that are DeepSpeed's own, in small letters; the others are torch's classes, in theirs.
+#: DeepSpeed's own types, in lower case; all others are torch's classes, in their own spelling.
 OPTIMIZERS = {
     "adamw": ObjectMaker(AdamW, _ADAM, _DEFAULTS),
     "adam": ObjectMaker(AdamW, _ADAM, _DEFAULTS),
     "lion": ObjectMaker(Lion, ("lr", "betas", "weight_decay"), {"lr": 1e-3, "betas": (0.9, 0.999), **_DEFAULTS}),
 }
-#: What type adam is where weight decay is no decoupled one.
+#: The type adam where weight decay is not decoupled.
 PLAIN_ADAM = ObjectMaker(Adam, _ADAM, _DEFAULTS)
 _WHOLE = "its update of an element depends on others, which lie on other ranks"
-#: Types that DeepSpeed has, or had, and npuzero has not.
+#: Types that DeepSpeed has or had, and npuzero lacks.
 MISSING_OPTIMIZERS = {
     "lamb": _WHOLE,
     "muon": _WHOLE,
@@ -71,20 +71,21 @@ MISSING_OPTIMIZERS = {
 }
 
 
-#: DeepSpeed's own schedules, in its letters; the others are torch's.
+#: DeepSpeed's own schedules, in its spelling; all others are torch's.
 SCHEDULES: dict[str, type] = {
     schedule.__name__: schedule for schedule in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 
 def choose_optimizer_maker(kind: str, decoupled: bool, from_torch: bool) -> ObjectMaker | str:
-    """Return what makes the optimizer of a type; or why there is none, and what to do.
+    """Return the maker of an optimizer type; where there is none, a text with the reason and an alternative.
 
     Args:
         kind: ``optimizer.type``.
         decoupled: ``adam_w_mode``.
-        from_torch: ``torch_adam``, whose defaults are torch's.
+        from_torch: ``torch_adam``, which takes torch's defaults.
     """
+    # DeepSpeed reads its own types in any case, and torch's classes by their exact name, but for "adagrad".
     name = kind.lower()
     if name in MISSING_OPTIMIZERS:
         return f"There is no {kind}: {MISSING_OPTIMIZERS[name]}. Take AdamW, Lion or a class of torch's."
@@ -102,7 +103,7 @@ def choose_optimizer_maker(kind: str, decoupled: bool, from_torch: bool) -> Obje
 
 
 def choose_schedule_maker(kind: str) -> ObjectMaker | str:
-    """Return what makes the schedule of a type, DeepSpeed's or torch's; or what to do where there is none."""
+    """Return the maker of a schedule type, DeepSpeed's or torch's; where there is none, a text with an alternative."""
     if kind == "ReduceLROnPlateau":
         return "It needs a measurement at each step: make it in the program, and step it there."
     cls = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)

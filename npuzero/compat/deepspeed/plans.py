@@ -1,4 +1,4 @@
-"""From what a configuration says of sharding, memories and dtypes: a plan, and settings."""
+"""Build a plan and settings from a configuration's keys for sharding, offload and dtypes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from npuzero.config import Settings
 from npuzero.plan import Memory, Placement, Plan, Precision
 
 _MOST_BUCKET_BYTES = 2**40
-#: Where gradients and parameters rest beside states: nothing of them is sharded further.
+#: The axes of hierarchically sharded parts: all ranks, the local axis outermost.
 _EVERYWHERE = ("local", "node")
 _WITHIN = ("local",)
 _MEMORIES = {"host": Memory.HOST, "nvme": Memory.NVME}
 
 
 def get_parameter_dtype(found: Translation) -> torch.dtype:
-    """Return the dtype of parameters, which bf16 and fp16 say."""
+    """Return the dtype of parameters, as set by bf16 and fp16."""
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for name, dtype in low.items() if found.into(name).get("enabled")), torch.float32)
 
 
 def build_translated_plan(found: Translation) -> Plan:
-    """Return the plan that a configuration comes to.
+    """Return the plan of a configuration.
 
     Raises:
-        ConfigError: what it says together is no plan.
+        ConfigError: the keys together make no valid plan.
     """
     said = found.into("zero")
     plan = Plan.preset(said.get("stage", 0), precision=_build_translated_precision(found, said))
@@ -65,7 +65,7 @@ def _build_translated_precision(found: Translation, said: dict[str, Any]) -> Pre
 
 
 def _offload_translated_plan(plan: Plan, said: dict[str, Any]) -> Plan:
-    """Place states and parameters off the device; parameters take states along, which are updated beside them."""
+    """Offload states and parameters. Offloaded parameters need offloaded states, which are updated next to them."""
     states, parameters, share = said.get("optimizer"), said.get("param"), said.get("ratio", 1.0)
     if parameters is not None:
         states, share = states or "host", 1.0
@@ -79,7 +79,7 @@ def _offload_translated_plan(plan: Plan, said: dict[str, Any]) -> Plan:
 
 
 def build_translated_settings(found: Translation) -> Settings:
-    """Return the settings that a configuration comes to: they move no bit."""
+    """Return the settings of a configuration; they change no bit."""
     said: dict[str, Any] = found.into("Settings")
     elements = found.into("zero").get("bucket_elements")
     if elements is not None:

@@ -1,4 +1,4 @@
-"""What a configuration comes to, in npuzero's words: all that an engine is made of."""
+"""Collect everything that an engine is built from: the result of a configuration in npuzero's terms."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from npuzero.plan import Plan
 
 @dataclass(frozen=True)
 class UpdateBehavior:
-    """Say how an engine behaves at an update.
+    """Describe the behaviour of an engine at an update.
 
     Args:
-        clip: the largest global norm of gradients; 0: any.
-        managed: whether the engine counts passes, and updates at each ``accumulation``-th alone.
-        skips: whether an update from gradients that are inf or NaN is left out, without a loss scale.
-        measures_norm: whether there is a global norm to be asked for.
-        gathers_on_save: whether ``save_16bit_model`` gathers what is sharded.
-        buffers: the dtype that floating buffers are converted to; None: their own.
+        clip: the largest global norm of gradients; 0 means no limit.
+        managed: whether the engine counts passes, and updates only at each ``accumulation``-th one.
+        skips: whether an update is skipped for gradients that are inf or NaN, without a loss scale.
+        measures_norm: whether the global norm is available.
+        gathers_on_save: whether ``save_16bit_model`` gathers sharded parameters.
+        buffers: the dtype that floating buffers are converted to; None keeps theirs.
     """
 
     clip: float = 1.0
@@ -39,17 +39,17 @@ class UpdateBehavior:
 
 @dataclass(frozen=True)
 class EngineRecipe:
-    """Hold what a configuration comes to.
+    """Hold the result of a configuration.
 
     Args:
         batch: of a step.
         plan, settings: for :func:`npuzero.zero`.
-        scale: options of the loss scaler; None: there is none.
-        autocast: the dtype of ``torch.autocast`` around each forward; None: there is none.
-        optimizer, schedule: what makes them, and the options; None: the file names none.
-        drop_last: whether the loader drops what does not fill a batch.
-        conduct: how the engine behaves.
-        stage: the number that the file says.
+        scale: options of the loss scaler; None without one.
+        autocast: the dtype of ``torch.autocast`` around each forward; None without it.
+        optimizer, schedule: the maker and its options; None where the file names none.
+        drop_last: whether the loader drops an incomplete batch.
+        conduct: the engine's behaviour at an update.
+        stage: the stage number in the file.
     """
 
     batch: BatchSizes
@@ -68,7 +68,7 @@ class EngineRecipe:
         """Return the recipe of a configuration that npuzero can follow on ``world`` data ranks.
 
         Raises:
-            ConfigError: keys that it cannot follow, each with its way out.
+            ConfigError: a key that npuzero cannot follow; each with an alternative.
         """
         found.check()
         batch, cast, bf16 = found.into("Batch"), found.into("Autocast"), found.into("bf16")
@@ -93,7 +93,7 @@ def _pair_with_options(
 
 
 def _loss_scaler_options(found: Translation) -> dict[str, Any] | None:
-    """Return the options of the loss scaler: of one that moves, or of one that stays and skips what overflows."""
+    """Return the options of the loss scaler, dynamic or static; a static one still skips steps that overflow."""
     if get_parameter_dtype(found) is not torch.float16:
         return None
     said = found.into("LossScaler")

@@ -1,4 +1,4 @@
-"""Checkpoints by tag, as DeepSpeed's engine has them, in npuzero's own files."""
+"""Save and load checkpoints by tag as DeepSpeed's engine does, in npuzero's own files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from npuzero.compat.deepspeed.recipe import EngineRecipe
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.optim import LossScaler
 
-#: The file that names the last tag.
+#: The file that holds the last tag.
 LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def _convert_to_plain(value: Any) -> Any:
-    """Return ``value`` of types that load without running code, where programs usually have others."""
+    """Return ``value`` converted to types that load without running code; programs often pass other ones."""
     if isinstance(value, argparse.Namespace):
         return _convert_to_plain(vars(value))
     if type(value) in (dict, defaultdict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
@@ -57,23 +57,24 @@ class EngineCheckpoints:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write the whole training state under ``save_dir/tag``. Collective.
+        """Write the training state under ``save_dir/tag``. Collective.
 
         The files are npuzero's own, which any stage on any number of ranks loads; see :func:`npuzero.checkpoint.save`.
 
         Args:
             save_dir: a folder that all ranks share.
-            tag: the same on every rank; None: ``global_step<n>``.
-            client_state: numbers, texts, tensors and containers of them, rank 0's. NumPy's numbers come back as
+            tag: the same on every rank; None means ``global_step<n>``.
+            client_state: numbers, texts, tensors and containers of them; rank 0's are saved. NumPy's numbers are loaded
+                as
                 Python's, a ``defaultdict`` and an ``argparse.Namespace`` as dicts.
-            save_latest: whether the tag is what a load without one takes.
+            save_latest: whether a load without a tag takes this one.
 
         Returns:
             True.
 
         Raises:
-            ConfigError: ranks that say different tags.
-            CheckpointError: one of the ranks cannot write.
+            ConfigError: ranks pass different tags.
+            CheckpointError: a rank cannot write.
 
         Example::
 
@@ -104,7 +105,7 @@ class EngineCheckpoints:
             new = Path(save_dir) / f".{LATEST}"
             new.write_text(name, encoding="utf-8")
             new.replace(Path(save_dir) / LATEST)
-        self.world.exchange(None)  # nobody looks for the file before it is there
+        self.world.exchange(None)  # no rank looks for the file before it exists
         return True
 
     def load_checkpoint(
@@ -115,17 +116,18 @@ class EngineCheckpoints:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what :meth:`save_checkpoint` wrote, whatever stage and number of ranks wrote it. Collective.
+        """Resume from a checkpoint of :meth:`save_checkpoint`, written by any stage on any number of ranks. Collective.
 
         Args:
             load_dir: as given to :meth:`save_checkpoint`.
-            tag: None: the last one that was saved as the latest.
-            load_optimizer_states: whether moments go on; else they begin anew.
-            load_lr_scheduler_states: whether the schedule goes on.
-            load_module_only: weights alone, and the client's state.
+            tag: None means the last tag that was saved as the latest.
+            load_optimizer_states: whether moments are loaded; otherwise they start from zero.
+            load_lr_scheduler_states: whether the schedule is loaded.
+            load_module_only: load only the weights and the client's state.
 
         Returns:
-            The checkpoint and the client's state; None twice, as in DeepSpeed, where no tag is given and there is none.
+            The checkpoint's path and the client's state; (None, None), as in DeepSpeed, if no tag is given and none was
+            saved.
 
         Raises:
             CheckpointError: it is damaged, does not fit, or was written by DeepSpeed.
@@ -145,6 +147,7 @@ class EngineCheckpoints:
                 got="one of DeepSpeed's",
                 do="Make weights of it by its zero_to_fp32.py, and load them into the model before initialize().",
             )
+        # The loss scale goes with the moments: under another scale the first update could overflow.
         whole = not load_module_only
         loaded = checkpoint.load(
             folder,
@@ -168,13 +171,13 @@ class EngineCheckpoints:
         """Write the unsharded weights into one file, in the parameters' dtype. Collective.
 
         Args:
-            save_dir: made where it is not there.
-            save_filename: ``*.safetensors`` is written by :func:`npuzero.export`, any other by ``torch.save``.
-            exclude_frozen_parameters: leave out what does not train.
+            save_dir: created if missing.
+            save_filename: ``*.safetensors`` is written by :func:`npuzero.export`, any other name by ``torch.save``.
+            exclude_frozen_parameters: leave out parameters that do not train.
 
         Returns:
-            False, and nothing is written but a warning, where parameters are sharded and the configuration does not
-            say ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
+            Whether the file was written. If parameters are sharded and the configuration lacks
+            ``stage3_gather_16bit_weights_on_model_save``, the call only warns and returns False, as in DeepSpeed.
 
         Example::
 
@@ -195,6 +198,7 @@ class EngineCheckpoints:
         path = Path(save_dir) / save_filename
         if self.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
+        # export() and full_state_dict() are collective: every rank calls them, and rank 0 writes.
         if path.suffix == ".safetensors":
             export(self.module, path, rename=lambda name: None if name in left_out else name)
             return True

@@ -1,12 +1,15 @@
-"""InternEvo's door: a configuration goes in as it is, and the same training comes out.
+"""Run InternEvo's configurations on npuzero without changes.
 
     from npuzero.compat import internevo
 
     config = internevo.load("7B_sft.py")
     model, optimizer, beta2_scheduler, lr_scheduler, mesh = internevo.initialize(model, config)
 
-``evaluate`` finds what the file says without running it; ``keys`` and ``noted`` say what becomes of each key, and
-``settle`` what several say together; ``configuration`` is what that comes to; ``optimizer`` has InternEvo's interface.
+``evaluate`` reads the file without running it, ``keys`` and ``noted`` have a rule for each key, ``settle`` resolves
+keys
+that depend on each other, and ``configuration`` builds mesh, plan, settings and optimizer. ``optimizer`` has
+InternEvo's
+interface. Read ``start``, ``configuration`` and ``keys`` first.
 """
 
 from npuzero.compat.internevo.configuration import Configuration, explain, load

@@ -1,4 +1,4 @@
-"""An InternEvo configuration in npuzero's words: mesh, plan, settings, precision, optimizer, scaler."""
+"""Translate an InternEvo configuration to npuzero's mesh, plan, settings, precision, optimizer and scaler."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from npuzero.parallel.mesh import mesh
 from npuzero.plan import LOCAL, Placement, Plan, Precision, divisors, parse_precision
 from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 
-# The stage behind each zero1.size and fsdp: over how many data ranks states are sharded, and whether parameters are.
+# ZeRO stage by (data ranks that states are sharded over, whether parameters are sharded): zero1.size and fsdp.
 _STAGES = {("none", False): 0, ("all", False): 1, ("groups", False): 1.5, ("none", True): 0, ("all", True): 3}
-# The least scale, where a file says none: below it a float32 has fewer bits.
+# The least loss scale where a file has none; smaller float32 numbers are subnormal.
 _LEAST_SCALE = 2.0**-126
 
 
@@ -38,7 +38,7 @@ class MeshSizes(TypedDict):
 
 
 class PipelineArguments(TypedDict):
-    """Hold the arguments of :func:`npuzero.pipeline` that say how a model is divided by its depth."""
+    """Hold the arguments of :func:`npuzero.pipeline` that split a model into stages."""
 
     schedule: str
     micro_batches: int
@@ -47,12 +47,12 @@ class PipelineArguments(TypedDict):
 
 @dataclass(frozen=True)
 class Configuration:
-    """Hold an InternEvo configuration, and what it comes to here. :func:`load` makes it.
+    """Hold an InternEvo configuration and its translation, made by :func:`load`.
 
     Args:
         source: the path of the file.
-        values: by name, what it says, as InternEvo's ``gpc.config`` has it before its own defaults.
-        translation: what became of each key.
+        values: the assigned values by name, as InternEvo's ``gpc.config`` has them before its defaults.
+        translation: the decision for each key.
 
     Example::
 
@@ -67,10 +67,10 @@ class Configuration:
     translation: Translation
 
     def sizes(self, ranks: int) -> MeshSizes:
-        """Return the arguments of :func:`npuzero.mesh` for so many ranks.
+        """Return the arguments of :func:`npuzero.mesh` for ``ranks`` ranks.
 
         Raises:
-            ConfigError: what the file says does not divide them.
+            ConfigError: a size does not divide the ranks.
         """
         value = self.translation.value
         pipe, tensor = value("parallel.pipeline.size", 1), value("parallel.tensor.size", 1)
@@ -93,7 +93,7 @@ class Configuration:
         )
 
     def mesh(self, world: World | None = None) -> Mesh:
-        """Return the mesh of the ranks of ``world``; None: those of :func:`npuzero.init`. Every rank calls it.
+        """Return the mesh of the ranks of ``world``; None means those of :func:`npuzero.init`. Call it on every rank.
 
         Raises:
             ConfigError: as for :meth:`sizes`.
@@ -102,7 +102,7 @@ class Configuration:
         return mesh(**self.sizes(ranks.size), world=ranks)
 
     def plan(self, ranks: int) -> Plan:
-        """Return the plan for so many ranks, with the precision and ``local_size``.
+        """Return the plan for ``ranks`` ranks, with precision and ``local_size``.
 
         Raises:
             ConfigError: as for :meth:`sizes`.
@@ -111,7 +111,7 @@ class Configuration:
         local_size = sizes["local_size"]
         if self.mode == ISP:
             plan = Plan.preset(ISP, precision=self.precision, local_size=local_size)
-            # The preset is for ranks that share sequences; without any the same placements are named otherwise.
+            # The preset is meant for ranks that share sequences; without them the same placements get another name.
             return plan if sizes["sequence"] > 1 else replace(plan, name="weight")
         whole = bool(self.translation.value("parallel.zero1.fsdp"))
         zero1 = self.translation.value("parallel.zero1.size", -1)
@@ -125,22 +125,22 @@ class Configuration:
 
     @staticmethod
     def _alone(zero1: int, ranks: int, sizes: MeshSizes) -> bool:
-        """Tell whether each data rank has states of its own, though there are several."""
+        """Return whether each of several data ranks keeps all optimizer states."""
         return zero1 == 1 and ranks > sizes["pipe"] * sizes["tensor"]
 
     @property
     def mode(self) -> str:
-        """Return how tensor ranks divide work: mtp, msp, fsp or isp."""
+        """Return how tensor ranks divide the work: mtp, msp, fsp or isp."""
         return str(self.translation.value("parallel.tensor.mode") or "mtp")
 
     @property
     def precision(self) -> Precision:
-        """Return what ``model.dtype`` is here."""
+        """Return the precision for ``model.dtype``."""
         return parse_precision(self.translation.value("model.dtype", "fp16"))
 
     @property
     def settings(self) -> Settings:
-        """Return what overlaps, and the bytes of a bucket."""
+        """Return the settings: overlap, and the bucket size in bytes."""
         said = self.translation.into("Settings")
         names = get_overlapped_traffic(self.translation)
         overlap = names[0] if len(names) == 1 else bool(names)
@@ -148,7 +148,7 @@ class Configuration:
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches of a step, ``data.micro_num``."""
+        """Return the number of micro-batches of a step, ``data.micro_num``."""
         return int(self.translation.into("pipeline").get("micro_batches", 1))
 
     @property
@@ -160,19 +160,19 @@ class Configuration:
 
     @property
     def checkpointed(self) -> float:
-        """Return which part of the blocks runs again in backward, from 0 to 1."""
+        """Return the fraction of the blocks that is recomputed in backward, from 0 to 1."""
         return float(self.translation.value("model.checkpoint", 0.0))
 
     @property
     def max_norm(self) -> float:
-        """Return what the norm of gradients is clipped to; 0: not at all."""
+        """Return the maximum norm that gradients are clipped to; 0 means no clipping."""
         return float(self.translation.value("hybrid_zero_optimizer.clip_grad_norm", 0.0))
 
     def adamw(self, parameters: Iterable[torch.nn.Parameter]) -> AdamW:
-        """Return AdamW over ``parameters`` as the section ``adam`` says.
+        """Return AdamW over ``parameters`` with the options of the section ``adam``.
 
         Raises:
-            ConfigError: a key of it that InternEvo needs, too, is not there.
+            ConfigError: a key of the section is missing that InternEvo requires as well.
         """
         given = self.translation.into("AdamW")
         keys = {"lr": "lr", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
@@ -184,7 +184,7 @@ class Configuration:
         return AdamW(parameters, betas=betas, **given)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> FineTuneCosineAnnealingWarmupLR | None:
-        """Return the schedule of the learning rate; None where the file has none."""
+        """Return the learning rate schedule; None where the file has none."""
         said = self.translation.into("lr_scheduler")
         return FineTuneCosineAnnealingWarmupLR(optimizer, **said) if said else None
 
@@ -194,7 +194,7 @@ class Configuration:
         return Beta2Scheduler(optimizer, **said) if said else None
 
     def scaler(self) -> LossScaler:
-        """Return the loss scaler: in float32 one whose scale is 1, and which skips what is not finite all the same."""
+        """Return the loss scaler. In float32 its scale stays 1, and it still skips steps that are not finite."""
         said = self.translation.into("LossScaler")
         if self.translation.value("model.dtype") in ("fp32", "tf32"):
             return LossScaler(init_scale=1.0, floor=1.0, ceiling=1.0)
@@ -205,15 +205,15 @@ class Configuration:
 
 
 def explain(source: Source, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
-    """Return what becomes of each key of a configuration; no key raises here.
+    """Return the decision for each key of a configuration; a bad key does not raise here.
 
     Args:
-        source: the path of the file, or what it says as nested mappings.
-        world: ranks, to say of sizes what they come to; None: they are as they are.
-        auto: for other doors; InternEvo leaves no value to anybody, so there is nothing to fill in.
+        source: the path of the file, or its content as nested mappings.
+        world: the number of ranks, to resolve sizes for; None leaves sizes unresolved.
+        auto: must be empty; it is there for other engines, and InternEvo has no "auto" values.
 
     Raises:
-        ConfigError: the file says what would have to be run; values for "auto" are given.
+        ConfigError: the file needs to be run to be read; or ``auto`` has values.
 
     Example::
 
@@ -232,7 +232,7 @@ def explain(source: Source, world: int | None = None, auto: Mapping[str, Any] | 
 
 
 def _explain_zero1_size(config: Configuration, world: int) -> None:
-    """Say of zero1.size what the sizes come to for so many ranks; refuse one that does not divide them."""
+    """Describe the plan and mesh that zero1.size gives for ``world`` ranks; refuse sizes that do not divide them."""
     try:
         sizes, plan = config.sizes(world), config.plan(world)
     except ConfigError as error:
@@ -247,12 +247,13 @@ def load(source: Source) -> Configuration:
     """Evaluate an InternEvo configuration without running it, and translate it.
 
     Args:
-        source: the path of the file, a ``.py``; bases that it takes under ``read_base()`` are looked for around it. Or
-            what it says, as nested mappings.
+        source: the path of a ``.py`` file, or its content as nested mappings. Bases that the file imports under
+            ``read_base()`` are searched around it.
 
     Raises:
-        ConfigError: the file says what would have to be run (with its line); or keys that npuzero cannot follow, each
-            with what to do instead.
+        ConfigError: the file needs to be run to be read (with its line); or keys that npuzero cannot follow, each with
+            an
+            alternative.
 
     Example::
 
@@ -267,7 +268,7 @@ def load(source: Source) -> Configuration:
 
 
 def _count_groups(ranks: int, key: str, size: int) -> int:
-    """Return how many groups of ``size`` the ranks are."""
+    """Return how many groups of ``size`` the ranks form."""
     if ranks % size:
         raise ConfigError(
             key,

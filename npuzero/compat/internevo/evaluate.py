@@ -1,13 +1,13 @@
-"""What an InternEvo configuration says, found without running it.
+"""Evaluate an InternEvo configuration without running it.
 
-The file is Python, and InternEvo imports it. Here its syntax tree is walked instead: assignments of literals, of
-``dict(...)`` and a few other calls, of arithmetic, comparisons, texts put together, subscripts, and names said before.
-Whatever else stands there is refused with its line.
+The file is Python, which InternEvo imports. Here the syntax tree is walked instead: assignments of literals, calls of
+``dict(...)`` and a few other builtins, arithmetic, comparisons, f-strings, subscripts, and names assigned before. Any
+other syntax is refused with its line.
 
 Invariants:
     * nothing of the file is executed: no exec, no eval, no import, no attribute, no method of a value;
     * a value is None, a bool, a number, a text, or a list, tuple or dict of values;
-    * what a file can make grow is bounded before it is computed: integers, texts, elements, steps, files.
+    * anything that can grow is bounded before it is computed: integers, texts, elements, steps, files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from npuzero.errors import did_you_mean
 
 @dataclass(frozen=True)
 class EvaluatedFile:
-    """Hold what a file says.
+    """Hold the values that a file assigns.
 
     Args:
         source: the path of the file.
-        values: by name what the file and its bases assign at their top, in the order of the first assignments.
-        read: names that some expression reads.
+        values: the top-level assignments of the file and its bases by name, in the order of the first assignments.
+        read: the names that an expression reads.
     """
 
     source: str
@@ -40,13 +40,14 @@ class EvaluatedFile:
 
 
 def evaluate(path: str | Path) -> EvaluatedFile:
-    """Return what the configuration at ``path`` says, without running it.
+    """Evaluate the configuration at ``path`` without running it.
 
-    Bases, ``with read_base(): from configs._base_.x import *``, are read likewise: from the file of that name below the
-    configuration's folder, one of those around it, or the current one.
+    Bases, ``with read_base(): from configs._base_.x import *``, are evaluated as well: from the file of that name under
+    the
+    configuration's folder, one of its parents, or the current folder.
 
     Raises:
-        ConfigError: no such file, no Python, or Python that would have to be run: ``error.subject`` is file and line.
+        ConfigError: there is no such file, it is no Python, or it needs to be run; ``error.subject`` is file and line.
 
     Example::
 
@@ -66,7 +67,7 @@ def _evaluate_file(path: Path, budget: EvaluationBudget) -> EvaluatedFile:
 
 
 class _StatementEvaluator:
-    """Follow the statements of one file."""
+    """Evaluate the statements of one file."""
 
     def __init__(self, source: ConfigurationSource) -> None:
         self.source = source
@@ -78,6 +79,7 @@ class _StatementEvaluator:
 
     def _statement(self, node: ast.stmt) -> None:
         value = self.expressions.value
+        # In Python's order: the value before the targets; an augmented assignment reads its target first.
         if isinstance(node, ast.Assign):
             found = value(node.value)
             for target in node.targets:
@@ -112,14 +114,14 @@ class _StatementEvaluator:
             self.source.refuse(target)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Note names that are imported: a file may say so, and may not use them."""
+        """Record imported names: a file may import, but its expressions may not use these names."""
         for alias in node.names:
             if alias.name == "*":
                 self.source.refuse(node)
             self.expressions.names[alias.asname or alias.name.partition(".")[0]] = ImportedName(self.source.line(node))
 
     def _bases(self, node: ast.With) -> None:
-        """Take the names of the files that are imported under ``with read_base():``."""
+        """Evaluate the files that are imported under ``with read_base():``."""
         call = node.items[0].context_expr
         name = call.func if isinstance(call, ast.Call) and not (call.args or call.keywords) else None
         if len(node.items) > 1 or not (isinstance(name, ast.Name) and name.id == "read_base"):
@@ -160,5 +162,5 @@ class _StatementEvaluator:
 
 
 def _is_docstring(node: ast.stmt) -> bool:
-    """Tell whether a statement is a text alone, as comments are written."""
+    """Return whether a statement is a lone string, which serves as a comment."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,4 +1,4 @@
-"""What an expression of a configuration comes to, by its syntax tree."""
+"""Evaluate an expression of a configuration by its syntax tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from npuzero.compat.internevo.source import MOST_BITS, MOST_DEPTH, MOST_ELEMENTS, ConfigurationSource
 from npuzero.errors import did_you_mean
 
-#: What may be called, by its name.
+#: The builtins that a file may call.
 CALLS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (dict, list, tuple, int, float, bool, str, len, min, max, abs)
 }
@@ -25,7 +25,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
     ast.BitOr: operator.or_,
 }
-# Of these an augmented assignment changes a list or dict, by whatever name it is known.
+# With these operators an augmented assignment changes a list or dict in place, under all its names.
 _IN_PLACE = {ast.Add: operator.iadd, ast.Mult: operator.imul, ast.BitOr: operator.ior}
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.USub: operator.neg,
@@ -48,11 +48,7 @@ _CONVERT: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
 
 
 class ImportedName:
-    """Stand for what an import binds to a name, which nothing may use.
-
-    Args:
-        statement: the import's line.
-    """
+    """Mark a name that an import binds, which no expression may use."""
 
     def __init__(self, statement: str) -> None:
         self.statement = statement
@@ -65,8 +61,8 @@ class ExpressionEvaluator:
         source: the file.
 
     Attributes:
-        names: what has been assigned so far, or imported.
-        read: names that some expression has read.
+        names: the names assigned or imported so far.
+        read: the names that an expression has read.
     """
 
     def __init__(self, source: ConfigurationSource) -> None:
@@ -76,10 +72,10 @@ class ExpressionEvaluator:
         self._depth = 0
 
     def value(self, node: ast.expr) -> Any:
-        """Return what an expression comes to.
+        """Return the value of an expression.
 
         Raises:
-            ConfigError: it has no value, is too large, or would have to be run.
+            ConfigError: it has no value, is too large, or would need to be run.
         """
         self._depth += 1
         if self._depth > MOST_DEPTH:
@@ -91,7 +87,9 @@ class ExpressionEvaluator:
         return found
 
     def binary(self, node: ast.AST, sign: ast.operator, left: Any, right: Any, in_place: bool = False) -> Any:
-        """Return ``left sign right``, unless it would be too large, or is not of numbers, texts and collections."""
+        """Return ``left sign right``. Refuse results that are too large, and operands that are not numbers, texts or
+        collections.
+        """
         if type(sign) not in _BINARY:
             self.source.refuse(node)
         if isinstance(sign, ast.Mod) and isinstance(left, str):
@@ -101,7 +99,8 @@ class ExpressionEvaluator:
         return self.source.bound(node, self.source.attempt(node, function, left, right))
 
     def _foresee(self, node: ast.AST, sign: ast.operator, left: Any, right: Any) -> None:
-        """Refuse what would be too large to compute."""
+        """Refuse an operation with a result too large to compute."""
+        # Sums at most double a value, and bound() checks them afterwards; powers and repetitions must be refused first.
         if isinstance(left, int) and isinstance(right, int):
             if isinstance(sign, ast.Pow) and abs(left) > 1 and left.bit_length() * right > 2 * MOST_BITS:
                 self.source.large(node, "a power of more bits than an integer may have")
@@ -111,7 +110,7 @@ class ExpressionEvaluator:
                 if sized and len(many) * times > MOST_ELEMENTS:
                     self.source.large(node, f"{len(many)} * {times} elements")
 
-    # -- one method for each class of nodes; value() finds it by the class's name --------------------------------------
+    # -- one method for each node class; value() finds it by the class's name ---------------------------------------
 
     def _constant(self, node: ast.Constant) -> Any:
         return self.source.bound(node, node.value)

@@ -1,8 +1,8 @@
-"""Every key of InternEvo's configurations, and what becomes of it.
+"""One rule for each key of InternEvo's configurations.
 
-Sources: InternLM/InternEvo, ``configs/*.py`` and ``configs/_base_``, ``internlm/initialize/launch.py`` (what is assumed
-of keys that are absent, and what is asserted), ``internlm/solver/optimizer/hybrid_zero_optim.py`` and ``utils.py`` (the
-scaler), ``internlm/solver/schedulers``, ``internlm/core/parallel/comm/isp.py``, ``doc/en/usage.md``.
+Sources: InternLM/InternEvo, ``configs/*.py`` and ``configs/_base_``, ``internlm/initialize/launch.py`` (defaults of
+missing keys, assertions), ``internlm/solver/optimizer/hybrid_zero_optim.py`` and ``utils.py`` (the scaler),
+``internlm/solver/schedulers``, ``internlm/core/parallel/comm/isp.py``, ``doc/en/usage.md``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HONOURED, TRANSLATED, NOTED, REFUSED = Decision.HONOURED, Decision.TRANSLATED, D
 
 
 def _read_fraction(value: Any) -> float:
-    """Read a part of the layers: True is all, False none."""
+    """Read a fraction of the layers: True is all, False none."""
     if isinstance(value, (bool, int, float)) and 0 <= value <= 1:
         return float(value)
     raise UnreadableValue("True, False, or a number from 0 to 1")
@@ -390,7 +390,7 @@ _DTYPES = {
 
 
 def _read_dtype(value: Any) -> str:
-    """Read a dtype, which a file has as a text, and a program perhaps as it is."""
+    """Read a dtype: a text in a file, possibly a ``torch.dtype`` in a program."""
     return str(choice_reader(**_DTYPES)(str(value) if isinstance(value, torch.dtype) else value))
 
 
@@ -459,10 +459,10 @@ DATA = (
     KeyRule("data.*", NOTED, "The loader is yours."),
 )
 
-#: What becomes of each key.
+#: The rule of each key.
 RULES = KeyRules((*PARALLEL, *HYBRID_ZERO_OPTIMIZER, *GRAD_SCALER, *ADAM, *SCHEDULERS, *MODEL, *DATA, *OTHERS))
 
-#: Of the sections in OWN the keys from which something follows: what is nearly one of them is taken for a slip.
+#: Of the sections in OWN the keys that have an effect; a key with a similar name is refused as misspelt.
 COUNTING = {
     section: tuple(
         path.rpartition(".")[2]
@@ -471,7 +471,7 @@ COUNTING = {
     )
     for section in OWN
 }
-#: Sections that may be a number: then it is their ``size``.
+#: Sections that may be a number, which is then their ``size``.
 SHORT = (
     "parallel.zero1",
     "parallel.tensor",

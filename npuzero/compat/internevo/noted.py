@@ -1,4 +1,4 @@
-"""Keys from which nothing follows for the engine, and rules of several keys at once."""
+"""InternEvo keys that have no effect on the engine, and a helper that makes rules for several keys at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from npuzero.compat.rules import Decision, KeyRule, Reader, integer_reader, read
 
 NOTED, REFUSED = Decision.NOTED, Decision.REFUSED
 
-#: Sections whose keys are arguments of something that a program brings itself, by what that is.
+#: Sections with arguments of an object that the program makes itself, and the name of that object.
 OWN = {
     "model": "your model's constructor",
     "data": "your loader",
@@ -19,7 +19,7 @@ OWN = {
 def rules_for_keys(
     decision: Decision, section: str, words: str, *keys: str, reads: Reader = read_anything
 ) -> tuple[KeyRule, ...]:
-    """Return rules of several keys of which the same is to be said."""
+    """Return rules with the same decision and words for several keys."""
     return tuple(KeyRule(f"{section}.{key}" if section else key, decision, words, reads=reads) for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""InternEvo's optimizer over a sharded model: loss scale and clipping are inside, and step() says how it went."""
+"""InternEvo's optimizer interface over a sharded model: step() unscales, clips, and returns whether it updated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from npuzero.api import LossScaler, clip_grad_norm_, no_sync
 from npuzero.errors import CheckpointError, ConfigError, StateError, refuse_unknown_keywords
 
-#: What stands for the norm of gradients that hold an inf, and a NaN, as in InternEvo.
+#: The norms that stand for gradients with an inf and with a NaN, as in InternEvo.
 INF_NORM, NAN_NORM = -1.0, -2.0
 
 
@@ -21,24 +21,24 @@ INF_NORM, NAN_NORM = -1.0, -2.0
 class HybridZeroOptimizer(torch.optim.Optimizer):
     """Train a sharded model by the calls of InternEvo's ``HybridZeroOptimizer``.
 
-    Gradients, masters and moments are where the plan of ``npuzero.zero`` has them; this adds what InternEvo's optimizer
-    does beside: it scales the loss, unscales and clips gradients, skips a step that is not finite, and says so. What it
-    has not, ``optim`` has: ``param_groups``, ``state``. A torch scheduler takes either of them.
+    Gradients, masters and moments are where the plan of ``npuzero.zero`` has them; this class scales the loss, unscales
+    and clips gradients, skips a step that is not finite, and reports it. Other attributes, such as ``param_groups`` and
+    ``state``, are those of ``optim``. A torch scheduler accepts either object.
 
     Args:
         model: made by :func:`npuzero.zero` or :func:`npuzero.pipeline`.
         optimizer: an npuzero optimizer over its parameters.
-        scaler: None: a scale of 1, which never moves; what is not finite is skipped all the same.
-        clip_grad_norm: what the norm of gradients is clipped to; 0: not at all, and no norm is returned.
+        scaler: None means a constant scale of 1; steps that are not finite are still skipped.
+        clip_grad_norm: the maximum norm of gradients; 0 means no clipping, and no norm is returned.
 
     Attributes:
-        optim: the optimizer; checkpoints take it.
-        grad_scaler: the scaler; a pipeline's step takes it.
-        skip_grad_reduce: whether backward passes add up on each rank alone, as under :func:`npuzero.no_sync`: for all
+        optim: the optimizer, to be passed to checkpoints.
+        grad_scaler: the scaler, to be passed to a pipeline's step.
+        skip_grad_reduce: whether backward accumulates locally, as under :func:`npuzero.no_sync`. Set it for all
             micro-batches of a step but the last.
 
     Raises:
-        ConfigError: ``clip_grad_norm`` is negative, or no number.
+        ConfigError: ``clip_grad_norm`` is negative or no finite number.
 
     Example::
 
@@ -72,7 +72,7 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         self._skipped = self.grad_scaler.skipped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # before the constructor has run, as when it is copied
+        if name == "optim":  # the constructor has not run yet, as during a copy
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -91,27 +91,28 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         return torch.tensor([self.grad_scaler.get_scale()])
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run backward of ``loss``, scaled. It is not divided by the number of micro-batches: your loop does that.
+        """Run backward of the scaled ``loss``. It is not divided by the number of micro-batches: your loop does that.
 
         Args:
-            loss: () on the device.
-            retain_graph: as for torch's.
+            loss: a scalar on the device.
+            retain_graph: as for torch.
         """
         with no_sync(self._model) if self.skip_grad_reduce else contextlib.nullcontext():
             self.grad_scaler.scale(loss).backward(retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> tuple[bool, dict[str, float]]:  # type: ignore[override]
-        """Unscale and clip gradients, update parameters and scale, and forget the gradients. Collective; waits for the
-        device.
+        """Unscale and clip gradients, update parameters and scale, and drop the gradients. Collective; synchronizes
+        with the device.
 
         Returns:
-            Whether parameters were updated, the same on every rank: not where a gradient of any rank is inf or NaN; and
-            the norm of the gradients before clipping, as ``{"0_default": norm}``: -1 where they hold an inf, -2 for a
-            NaN; without clipping ``{}``.
+            Whether parameters were updated: False if a gradient of any rank is inf or NaN, the same on every rank. And
+                the norm
+            of the gradients before clipping, as ``{"0_default": norm}``: -1 for an inf, -2 for a NaN; ``{}`` without
+            clipping.
 
         Raises:
             StateError: a closure is given, or there is no gradient.
@@ -139,10 +140,10 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         return {"grad_scaler": self.grad_scaler.state_dict(), "base_optim_states": self.optim.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` returned, here.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: it is no such state, or one that InternEvo wrote, whose shards are of its own.
+            CheckpointError: it is no such state, or InternEvo wrote it, in its own shard format.
         """
         names = ("grad_scaler", "base_optim_states")
         if not isinstance(state_dict, Mapping) or set(names) - set(state_dict) or "flat_fp32_weights" in state_dict:
@@ -158,5 +159,5 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
 
 
 def _convert_norm(norm: float) -> float:
-    """Return a norm as InternEvo tells it."""
+    """Return a norm in InternEvo's encoding."""
     return NAN_NORM if math.isnan(norm) else INF_NORM if math.isinf(norm) else norm

@@ -1,4 +1,4 @@
-"""What several keys of an InternEvo configuration say together: what one makes of another, and what contradicts."""
+"""Resolve InternEvo keys that depend on each other, and refuse those that contradict."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from npuzero.compat.rules import ABSENT, Decision
 from npuzero.compat.translation import TranslatedKey, Translation, translate_configuration
 from npuzero.plan import parse_precision
 
-#: The mode that divides sequences and parameters, and no layers.
+#: The mode that shards sequences and parameters, and no layers.
 ISP = "isp"
-# Likeness from which on a key of a program's own is taken for a slip of one that counts.
+# Similarity at which a program's own key counts as a misspelling of a known one.
 _SLIP = 0.8
 
 
-#: A configuration: its file, or what it says.
+#: A configuration: the path of its file, or its content.
 Source = str | Path | Mapping[str, Any]
 
 
 def translate_file(source: Source) -> tuple[EvaluatedFile, Translation]:
-    """Return what a configuration says, and what becomes of each of its keys; no key raises here.
+    """Return the evaluated configuration and the decision for each key; a bad key does not raise here.
 
     Raises:
-        ConfigError: the file says what would have to be run.
+        ConfigError: the file needs to be run to be read.
     """
     evaluated = EvaluatedFile("a mapping", source, frozenset()) if isinstance(source, Mapping) else evaluate(source)
     values = _expand_sections(evaluated.values)
@@ -54,7 +54,7 @@ def translate_file(source: Source) -> tuple[EvaluatedFile, Translation]:
 
 
 def _expand_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with sections that are a number written out: ``tensor=2`` is ``tensor=dict(size=2)``."""
+    """Return the values with number sections expanded: ``tensor=2`` becomes ``tensor=dict(size=2)``."""
     found = dict(values)
     for path in SHORT:
         section, name = path.split(".")
@@ -65,13 +65,13 @@ def _expand_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_configuration_key(name: str, evaluated: EvaluatedFile) -> bool:
-    """Tell whether a name at the top of a file is a key: not what other lines read, nor a constant by its spelling."""
+    """Return whether a top-level name is a key: a known one, or one neither upper-case nor read by the file."""
     known = RULES.find(name) is not None or bool(RULES.below(name))
     return known or not (name in evaluated.read or name.isupper())
 
 
 def _refuse_misspelt_keys(found: Translation) -> None:
-    """Refuse keys of a program's own sections that are spelt nearly as one that counts."""
+    """Refuse unknown keys with a name similar to one that has an effect."""
     for entry in found.entries:
         section, _, key = entry.path.partition(".")
         rule = RULES.find(entry.path)
@@ -82,7 +82,7 @@ def _refuse_misspelt_keys(found: Translation) -> None:
 
 
 def _settle_sequence_sizes(found: Translation) -> None:
-    """Say what tensor and weight sizes are by the mode."""
+    """Resolve tensor and weight sizes by the mode."""
     weights = found.value("parallel.weight.size", 1)
     if found.value("parallel.tensor.mode") == ISP:
         words = "Under isp: neighbours that share a sequence."
@@ -99,14 +99,14 @@ def _settle_sequence_sizes(found: Translation) -> None:
 
 
 def _note_fsdp_sharding(found: Translation) -> None:
-    """Say what of zero1 counts beside torch's FSDP."""
+    """Note the zero1 keys that torch's FSDP overrides."""
     if found.value("parallel.fsdp.enable"):
         for path in ("parallel.zero1.size", "parallel.zero1.fsdp"):
             _note_without_effect(found, path, "parallel.fsdp shards states over all data ranks")
 
 
 def _settle_pipeline(found: Translation) -> None:
-    """Say what of pipeline and chunks counts."""
+    """Resolve the keys of pipeline and chunks."""
     chunks = found.value("model.num_chunks", 1)
     if found.value("parallel.pipeline.size", 1) == 1:
         for key in ("interleaved_overlap", "mode", "zero_bubble"):
@@ -120,7 +120,7 @@ def _settle_pipeline(found: Translation) -> None:
 
 
 def get_overlapped_traffic(found: Translation) -> tuple[str, ...]:
-    """Return which kinds of traffic run beside computing: those that are asked for; of three two are all."""
+    """Return the kinds of traffic to overlap. Two of a pipeline's three kinds mean all three."""
     said = found.into("Settings")
     wanted = {name: said.get(f"overlap_{name}", False) for name in ("gradients", "parameters")}
     if said.get("overlap_weights", False):
@@ -132,7 +132,7 @@ def get_overlapped_traffic(found: Translation) -> tuple[str, ...]:
 
 
 def _note_overlap(found: Translation) -> None:
-    """Note what overlaps though its own switch is off."""
+    """Note the kinds of traffic that overlap although their own switch is off."""
     names = get_overlapped_traffic(found)
     for entry in found.entries:
         name = entry.target.removeprefix("Settings.overlap_")
@@ -143,13 +143,13 @@ def _note_overlap(found: Translation) -> None:
 
 
 def uses_zero_bubble(found: Translation) -> bool:
-    """Tell whether a configuration asks for the zero-bubble schedule."""
+    """Return whether a configuration asks for the zero-bubble schedule."""
     mode = found.value("parallel.pipeline.mode") == "zero-bubble"
     return bool(mode or found.value("parallel.pipeline.zero_bubble"))
 
 
 def _settle_loss_scale(found: Translation) -> None:
-    """Say what of the scaler counts by the dtype, and hold its bounds."""
+    """Note the scaler's keys where the dtype needs no scale, and check its bounds."""
     if found.value("model.dtype") in ("fp32", "tf32"):
         for entry in found.entries:
             if entry.path.startswith("grad_scaler."):
@@ -162,7 +162,7 @@ def _settle_loss_scale(found: Translation) -> None:
 
 
 def _settle_bucket_bytes(found: Translation) -> None:
-    """Make bytes of a bucket's elements, which are those of gradients."""
+    """Convert the bucket size from elements to bytes of gradients."""
     entry = next((entry for entry in found.entries if entry.target == "Settings.bucket_bytes" and entry.counts), None)
     if entry is not None:
         precision = parse_precision(found.value("model.dtype", "fp16"))
@@ -171,6 +171,6 @@ def _settle_bucket_bytes(found: Translation) -> None:
 
 
 def _note_without_effect(found: Translation, path: str, why: str) -> None:
-    """Note a key from which something would follow elsewhere; one that is absent is not spoken of."""
+    """Note a key that has no effect in this configuration; skip one that is absent."""
     if found.value(path) is not None:
         found.amend(path, Decision.NOTED, f"Without effect: {why}.")

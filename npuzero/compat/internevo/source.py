@@ -1,4 +1,4 @@
-"""A configuration's file and what of it is refused; how much one configuration may make an evaluator compute."""
+"""Read a configuration's file, report refused syntax with its line, and bound the work of the evaluation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from npuzero.arguments import open_regular
 from npuzero.errors import ConfigError
 
-#: Bytes of one file; files of one configuration; nodes and elements that are looked at in all.
+#: Limits: bytes of one file; files of one configuration; nodes and elements visited in total.
 MOST_BYTES, MOST_FILES, MOST_STEPS = 2**20, 16, 2**18
-#: Bits of an integer; elements and characters of a value, with all that is inside; how deep it is, and expressions are.
+#: Limits: bits of an integer; elements and characters of a value with everything inside; nesting depth.
 MOST_BITS, MOST_ELEMENTS, MOST_DEPTH = 1024, 2**14, 100
 
-# What Python raises where a file's arithmetic does not work.
+# Exceptions that Python raises when an expression of the file fails.
 _FAILURES = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
-# What a reader is told to do about a construct that is refused, by its class.
+# Advice for a refused construct, by its class.
 _INSTEAD: dict[type[ast.AST], str] = {
     ast.Attribute: "Write the value itself; a dtype is a text, as 'torch.bfloat16'.",
     ast.Call: "Write its result.",
@@ -30,7 +30,7 @@ _INSTEAD: dict[type[ast.AST], str] = {
 
 @dataclass
 class EvaluationBudget:
-    """Count what one configuration has taken, over all its files."""
+    """Count the work of one configuration over all its files."""
 
     steps: int = 0
     files: int = 0
@@ -47,14 +47,14 @@ class EvaluationBudget:
 
 
 class ConfigurationSource:
-    """Read one file of a configuration, and refuse what is in it with its line.
+    """Read one file of a configuration, and report errors with its line.
 
     Args:
         path: of the file.
-        budget: of the configuration that it is of.
+        budget: of the configuration that the file belongs to.
 
     Raises:
-        ConfigError: no such file, too large, or no Python.
+        ConfigError: there is no such file, it is too large, or it is no Python.
     """
 
     def __init__(self, path: Path, budget: EvaluationBudget) -> None:
@@ -84,16 +84,16 @@ class ConfigurationSource:
             raise ConfigError(where, expected="Python", got=f"{type(error).__name__}: {error}", do=do) from None
 
     def line(self, node: ast.AST) -> str:
-        """Return the line on which a node begins, as it stands there."""
+        """Return the line where a node begins, with spaces collapsed."""
         return " ".join(self._lines[node.lineno - 1].split()) if hasattr(node, "lineno") else ""
 
     def fail(self, node: ast.AST, expected: str, got: str, do: str) -> NoReturn:
-        """Raise ConfigError whose subject is file and line of the node."""
+        """Raise ConfigError with file and line of the node as its subject."""
         line = getattr(node, "lineno", 1)
         raise ConfigError(f"{self.path}:{line}", expected=expected, got=got, do=do, path=str(self.path), line=line)
 
     def refuse(self, node: ast.AST, what: str | None = None) -> NoReturn:
-        """Refuse what would have to be run; ``what`` says it in words."""
+        """Refuse a construct that would need to be run; ``what`` describes it."""
         do = _INSTEAD.get(type(node), "Write the value itself.") + " The file is not run."
         expected = "literals, dict(...), arithmetic, comparisons, subscripts and names said before"
         self.fail(node, expected, what or f"{type(node).__name__}: {self.line(node)[:80]}", do)
@@ -103,7 +103,7 @@ class ConfigurationSource:
         self.fail(node, "values of a configuration's size", what, "Write a smaller one.")
 
     def attempt(self, node: ast.AST, function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-        """Return what ``function`` returns; what it raises is told with the node's line."""
+        """Return the result of ``function``; report its exceptions with the node's line."""
         try:
             return function(*values, **options)
         except _FAILURES as error:
@@ -111,7 +111,7 @@ class ConfigurationSource:
             self.fail(node, "an expression that has a value", got, "Correct it.")
 
     def bound(self, node: ast.AST, value: Any) -> Any:
-        """Return ``value`` if it is of the few kinds that there are, and not too large with all that is inside."""
+        """Return ``value`` if it consists of permitted types and is, with everything inside, not too large."""
         level, elements, depth = [value], 0, 0
         while level:
             depth += 1
@@ -125,7 +125,7 @@ class ConfigurationSource:
         return value
 
     def _inside(self, node: ast.AST, part: Any, inner: list[Any]) -> int:
-        """Add to ``inner`` what is inside of ``part``; return how many characters it is."""
+        """Append the elements of ``part`` to ``inner``; return the number of its characters."""
         if isinstance(part, dict):
             inner += [*part.keys(), *part.values()]
         elif isinstance(part, (list, tuple)):

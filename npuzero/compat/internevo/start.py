@@ -1,4 +1,4 @@
-"""Mesh, model, optimizer and schedules from an InternEvo configuration, by one call."""
+"""Make mesh, model, optimizer and schedules from an InternEvo configuration by one call."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ Divide = Callable[[nn.Module, Mesh], nn.Module]
 
 
 class InitializedTraining(NamedTuple):
-    """Hold what :func:`initialize` has made.
+    """Hold the results of :func:`initialize`.
 
     Attributes:
-        model: sharded; over a pipeline what :func:`npuzero.pipeline` returned, whose ``step`` scales the loss.
-        optimizer: with loss scale and clipping inside.
-        beta2_scheduler, lr_scheduler: to step after each step of the optimizer that was taken; None where the
+        model: the sharded model; with a pipeline the result of :func:`npuzero.pipeline`, whose ``step`` scales the
+            loss.
+        optimizer: the optimizer, with loss scale and clipping inside.
+        beta2_scheduler, lr_scheduler: step them after each optimizer step that was not skipped; None where the
             configuration has no such section.
         mesh: the ranks.
     """
@@ -56,20 +57,21 @@ def initialize(
     blocks: Sequence[nn.Module | str] | None = None,
     weights: str | Path | Weights | None = None,
 ) -> InitializedTraining:
-    """Shard ``model``, and make optimizer and schedules, as an InternEvo configuration says. Every rank calls it.
+    """Shard ``model``, and make optimizer and schedules by an InternEvo configuration. Call it on every rank.
 
     Args:
-        model: on this rank's device, or on meta; yours: what the section ``model`` says of its layers is not read.
-        configuration: what :func:`load` returned, or takes.
-        world: the ranks; None: those of :func:`npuzero.init`.
-        divide: divides the model over tensor ranks, or over those that share sequences; None: by
-            ``npuzero.parallel.tensor`` in the configuration's mode, or ``npuzero.parallel.sequence``.
+        model: your model, on this rank's device or on meta. The layers in the section ``model`` are not read.
+        configuration: the result of :func:`load`, or its argument.
+        world: the ranks; None means those of :func:`npuzero.init`.
+        divide: divides the model over tensor or sequence ranks; None means ``npuzero.parallel.tensor`` in the
+            configuration's mode, or ``npuzero.parallel.sequence``.
         loss_fn, blocks: of a pipeline, as for :func:`npuzero.pipeline`.
         weights: safetensors, as for :func:`npuzero.zero`.
 
     Raises:
-        ConfigError: a configuration that is refused; sizes that do not divide the ranks; or what
-            :func:`npuzero.zero` and the others refuse.
+        ConfigError: a key is refused, a size does not divide the ranks, or :func:`npuzero.zero` or another of these
+            calls
+            refuses an argument.
 
     Example::
 
@@ -105,13 +107,13 @@ def initialize(
     adamw = config.adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
     optimizer = HybridZeroOptimizer(model, adamw, config.scaler(), config.max_norm)
     if isinstance(model, Pipeline):
-        # Nobody else scales a pipeline's loss, and step() divides by the scale.
+        # The program does not scale a pipeline's loss, and the optimizer's step() divides by the scale.
         model.step = functools.partial(model.step, scaler=optimizer.grad_scaler)  # type: ignore[method-assign]
     return InitializedTraining(model, optimizer, config.beta2_scheduler(adamw), config.lr_scheduler(adamw), mesh)
 
 
 def _divide_model(model: nn.Module, mesh: Mesh, config: Configuration, divide: Divide | None) -> nn.Module:
-    """Return the model, divided over tensor ranks or those that share sequences, if there are any."""
+    """Return the model, divided over its tensor or sequence ranks if there are any."""
     tensor, sequence = mesh.size((TENSOR,)), mesh.size((SEQUENCE,))
     if tensor == sequence == 1:
         return model
@@ -121,7 +123,7 @@ def _divide_model(model: nn.Module, mesh: Mesh, config: Configuration, divide: D
 
 
 def _recompute_blocks(model: nn.Module, fraction: float) -> None:
-    """Have so many of the model's first blocks keep their inputs alone, and run again in backward."""
+    """Checkpoint the first ``fraction`` of the blocks: they keep only their inputs, and run again in backward."""
     blocks = [unit.module for unit in discover_units(model)[1:]]
     if fraction and not blocks:
         raise ConfigError(

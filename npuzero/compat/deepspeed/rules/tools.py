@@ -1,4 +1,4 @@
-"""Rules of what stands around a step: activations, disks, checkpoints, other axes, logs, and what has been removed."""
+"""Rules of the keys around a step: activations, files, checkpoints, other axes, logs, data, and removed features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ H, T, N, R = Decision.HONOURED, Decision.TRANSLATED, Decision.NOTED, Decision.RE
 def _section_rules(
     section: str, decision: Decision, words: str, keys: dict[str, Reader], switch: str = ""
 ) -> tuple[KeyRule, ...]:
-    """Return rules of one decision for the keys of a section, which ``switch``, one of them, turns on."""
+    """Return rules of one decision for the keys of a section. ``switch``, one of the keys, turns the section on."""
     on = f"{section}.{switch}" if switch else ""
     return tuple(
         KeyRule(
@@ -40,7 +40,7 @@ def _section_rules(
 
 
 def _read_enabled(value: Any) -> Any:
-    """Read a section of something removed: False where it says itself that it is off."""
+    """Read a section of a removed feature; one that disables itself reads as False."""
     off = value in (None, False, {}) or (isinstance(value, dict) and value.get("enabled") is False)
     return False if off else value
 
@@ -67,7 +67,6 @@ ACTIVATIONS = (
         },
     ),
 )
-
 _OWN_FILES = "npuzero reads and writes files by threads of its own."
 AIO = (
     KeyRule(
@@ -90,7 +89,6 @@ AIO = (
     ),
     KeyRule("aio.use_gds", R, "Files go by the host's memory: leave it out.", reads=read_flag, unless=(False,)),
 )
-
 _OWN_CHECKPOINTS = "Checkpoints are npuzero's, which any plan on any number of ranks loads."
 CHECKPOINT = (
     KeyRule(
@@ -131,7 +129,6 @@ CHECKPOINT = (
         unless=(False,),
     ),
 )
-
 _TENSOR = "Cut layers by npuzero.parallel.tensor(model, npuzero.mesh(tensor=...)) before npuzero.zero()."
 _PIPELINE = "It speaks of a PipelineModule; stages are npuzero.pipeline()'s."
 _EXPERTS = "Experts are trained where they are; leave it out."
@@ -350,10 +347,7 @@ LOGS = (
         },
     ),
     *_section_rules(
-        "timers.throughput",
-        N,
-        "The engine keeps no clock.",
-        {"enabled": read_flag, "synchronized": read_flag},
+        "timers.throughput", N, "The engine keeps no clock.", {"enabled": read_flag, "synchronized": read_flag}
     ),
     KeyRule("steps_per_print", N, _NO_LOGS, reads=optional_reader(integer_reader(1))),
     KeyRule("wall_clock_breakdown", N, "Times of a step are torch.profiler's.", reads=read_flag),

@@ -1,4 +1,4 @@
-"""Rules of what a step computes: batch, precision, optimizer, schedule."""
+"""Rules of the keys that decide the numbers of a step: batch, precision, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dtype = choice_reader(**_DTYPES)
 
 
 def read_rates(value: Any) -> Any:
-    """Read a number, or a list of one for each group of parameters."""
+    """Read a number, or a list with one number for each parameter group."""
     try:
         return list(list_reader(number_reader())(value)) if isinstance(value, (list, tuple)) else number_reader()(value)
     except UnreadableValue:
@@ -136,7 +136,7 @@ GRADIENTS = (
 
 
 def _bf16_rules(section: str) -> tuple[KeyRule, ...]:
-    """Return the rules of bf16, which has an older name, too."""
+    """Return the rules of bf16; ``bfloat16`` is its older name."""
     on = f"{section}.enabled"
     masters = "Masters in bfloat16 are rounded stochastically here: say zero(precision='bf16-stochastic') in a program."
     return (
@@ -373,5 +373,5 @@ TRAINING = (*BATCH, *GRADIENTS, *PRECISION, *OPTIMIZER, *SCHEDULER)
 
 
 def torch_option_rule(path: str, owner: str, field: str) -> KeyRule:
-    """Return the rule of an option of a class of torch's, whose own checks it meets."""
+    """Return the rule of an option of a torch class, which checks the value itself."""
     return KeyRule(path, H, "As it is, to torch's class.", f"{owner}.{field}", read_anything)

@@ -1,4 +1,4 @@
-"""Rules of ``zero_optimization``: what is sharded, where it rests, how it travels."""
+"""Rules of ``zero_optimization``: sharding, offload and communication."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def _switch_rule(word: str, **more: Any) -> KeyRule:
 
 
 def _alias_rules(name: str, words: str, reads: Any, decision: Decision = N, **more: Any) -> tuple[KeyRule, KeyRule]:
-    """Return the rules of a key of stage 3 under its two names, of which DeepSpeed takes either."""
+    """Return the rules of a stage-3 key under its two names; DeepSpeed accepts either."""
     return tuple(  # type: ignore[return-value]
         KeyRule(f"zero_optimization.{prefix}{name}", decision, words, reads=reads, **more) for prefix in ("stage3_", "")
     )
 
 
 def _read_stage(value: Any) -> int:
-    """Read the old form, true or false."""
+    """Read the old form of ``zero_optimization``: true or false."""
     return int(read_flag(value))
 
 
 def _read_overlap(value: Any) -> bool | str:
-    """Read whether reductions run beside backward; null is DeepSpeed's choice by stage, which moves no bit."""
+    """Read whether reductions overlap backward. Null is DeepSpeed's choice by stage, which changes no bit."""
     return "parameters" if optional_reader(read_flag)(value) is False else True
 
 
 def _read_offload_device(value: Any) -> str | None:
-    """Read where something rests; the device itself is None."""
+    """Read the memory that a part is offloaded to; None is the device."""
     return choice_reader(none=None, cpu="host", nvme="nvme")(value)  # type: ignore[no-any-return]
 
 
@@ -230,12 +230,12 @@ STAGES = (
 _HOST = "npuzero has buffers of its own: Settings(host_bytes=) says how much of the host it may take."
 
 
-#: What goes along with a part that rests off the device.
+#: Words to add for a part that is offloaded.
 _ALONG = {"optimizer": "", "param": " States go along: to the host, where offload_optimizer says nothing."}
 
 
 def _offload_rules(part: str) -> tuple[KeyRule, ...]:
-    """Return the rules that both sections of offload share."""
+    """Return the rules that both offload sections share."""
     section = f"zero_optimization.offload_{part}"
     return (
         KeyRule(section, N, "Nothing rests off the device.", reads=optional_reader(_refuse_null)),
