@@ -1,4 +1,4 @@
-"""What programs ask of gradients between backward and the step: clipping, norms, and an unsharded one."""
+"""Clip, measure and gather gradients between backward and the step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
+    """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The norm is over the averaged gradients of all ranks, each element once. Where it is over all gradients that the
-    model has, the scaling itself happens inside the optimizer's update. Collective: call it on every rank, with the
-    same parameters. With a loss scaler, call ``unscale_`` before. Over the stages of a pipeline it is over what every
-    stage gives, the same on every rank, also of a stage that is frozen.
+    The norm is over the averaged gradients of all ranks, each element once. If it covers all gradients of the model,
+    the
+    optimizer's update applies the scale. Collective: call it on every rank, with the same parameters. With a loss
+    scaler,
+    call ``unscale_`` first. Over a pipeline the norm covers the arguments of all stages and is the same on every rank,
+    including those of a frozen stage.
 
     Args:
-        model: made by :func:`zero`; or parameters, exactly those whose gradients are measured and clipped: of a part of
-            a model, of several models, one that is given twice counts twice, as in torch. Plain tensors among them
-            must have the same gradients on every rank.
+        model: made by :func:`zero`; or exactly the parameters to measure and clip, of a part of a model or of several
+            models. A parameter that is given twice counts twice, as in torch. Plain tensors among them must have the
+            same
+            gradients on every rank.
         max_norm: positive.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
-        error_if_nonfinite: raise where the norm is inf or NaN.
+        error_if_nonfinite: raise if the norm is inf or NaN.
 
     Returns:
         The norm before clipping, a float32 scalar on the device.
@@ -53,10 +56,10 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
-    """Bring every element of the gradients into ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
+    """Clip every element of the gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
 
-    The elements are those of the averaged gradients of all ranks. Collective: call it on every rank. With a loss
-    scaler, call ``unscale_`` before.
+    It applies to the averaged gradients of all ranks. Collective: call it on every rank. With a loss
+    scaler, call ``unscale_`` first.
 
     Args:
         model: made by :func:`zero`; or parameters, as for :func:`clip_grad_norm_`.
@@ -77,24 +80,27 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
 
 
 def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
-    """Have the next step of some parameters change nothing if any gradient of these, on any rank, is inf or NaN.
+    """Skip the next optimizer step if any gradient of these parameters, on any rank, is inf or NaN.
 
-    For float32 and bfloat16, where no loss scale would skip it: DeepSpeed's ``check_grad_overflow``, and InternEvo's
-    step. A skipped step leaves parameters, masters, moments and step counts as they are; the host waits for nothing,
-    as under :class:`npuzero.LossScaler`, which looks by itself. :class:`npuzero.FiniteGuard` stops instead. Over the
-    stages of a pipeline the step of all is skipped. Collective: call it on every rank, after the step's last backward
-    and before :func:`clip_grad_value_`.
+    For float32 and bfloat16, which have no loss scale to skip steps: DeepSpeed's ``check_grad_overflow``, and
+    InternEvo's
+    step. A skipped step leaves parameters, masters, moments and step counts as they are, and the host does not wait, as
+    under :class:`npuzero.LossScaler`, which checks gradients itself. :class:`npuzero.FiniteGuard` raises instead. Over
+    a
+    pipeline all stages skip the step. Collective: call it on every rank, after the step's last backward and before
+    :func:`clip_grad_value_`.
 
     Args:
-        model: made by :func:`zero`; or parameters of one or several such models, which alone are looked at. A step of
-            an optimizer that has any of them is skipped, all of it.
+        model: made by :func:`zero`; or the parameters to check, of one or several such models. An optimizer that has
+            any
+            of them skips its step for all of its parameters.
 
     Returns:
         () bool on the device, the same on every rank: whether the step is skipped.
 
     Raises:
         StateError: the model is not sharded.
-        ConfigError: not on every rank, or the optimizer updates early.
+        ConfigError: it is not called on every rank, or the optimizer updates early.
 
     Example::
 
@@ -107,19 +113,21 @@ def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
 
 
 def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0) -> dict[str, float]:
-    """Measure the gradient of each parameter, over all ranks, by one collective: the same floats on every rank.
+    """Measure the gradient norm of each parameter over all ranks, by one collective; the same floats on every rank.
 
-    Of what the optimizer would see now: averaged over the ranks, after clipping if it was called before. Waits for the
-    device. Collective: call it on every rank. Over the stages of a pipeline it measures the whole model's, with the
-    names of all stages on every rank.
+    The gradients are the ones that the optimizer would see now: averaged over the ranks, and clipped if clipping was
+    called
+    before. Synchronizes with the device. Collective: call it on every rank. Over a pipeline it measures all stages, and
+    every rank gets the names of all.
 
     Args:
-        model: made by :func:`zero`, or some of its parameters, which alone are measured.
+        model: made by :func:`zero`, or the parameters of one to measure.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
 
     Returns:
-        By the parameter's name (the first one of a tied parameter) the norm, rounded to float32; parameters without a
-        gradient on any rank are left out.
+        Norms by parameter name (the first name of a tied parameter), rounded to float32. Parameters without a gradient
+        on
+        any rank are left out.
 
     Raises:
         StateError: the model is not sharded.
@@ -137,16 +145,17 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Gather the full gradient of one parameter of a sharded model. Collective: call it on every rank,
-    for the same one.
+    """Gather the full gradient of one parameter of a sharded model. Collective: call it on every rank, for the same
+    one.
 
-    It is what ``parameter.grad`` would be under plain torch with the data of all ranks: averaged over them, after
-    clipping if it was called before. Where a plan leaves each rank all of it (``zero0``, or one rank alone),
-    ``parameter.grad`` can be read as well once the ranks have summed it: after this call, clipping, :func:`grad_norms`
-    or the step, until ``zero_grad()``. Over the stages of a pipeline each rank asks for one of its own stage.
+    It equals ``parameter.grad`` in plain torch with the data of all ranks: averaged, and clipped if clipping was called
+    before. If each rank keeps the full gradient (``zero0``, or a single rank), ``parameter.grad`` can be read as well
+    once the ranks have summed it: after this call, clipping, :func:`grad_norms` or the step, until ``zero_grad()``.
+    Over a
+    pipeline each rank asks for a parameter of its own stage.
 
     Returns:
-        float32 of the parameter's shape, a copy; None where no rank has a gradient.
+        A float32 copy in the parameter's shape; None where no rank has a gradient.
 
     Raises:
         StateError: the parameter belongs to no model made by :func:`zero`, or does not train.

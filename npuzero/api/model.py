@@ -1,4 +1,4 @@
-"""Functions on a model: shard it, look at it, unshard it for a while."""
+"""Shard a model, predict and report its memory and traffic, and unshard it for a while."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from npuzero.shard.state_dict import attach_engine
 from npuzero.shard.step.module_buffers import BUFFER_RULES
 
 PlanLike = Plan | str | int | float
-#: A model stays what it is to a type checker, too.
+#: Keeps the model's class for type checkers.
 Model = TypeVar("Model", bound=nn.Module)
 
 _TIMEOUT: SettingRule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
@@ -38,22 +38,22 @@ _TIMEOUT: SettingRule = Environment.__dataclass_fields__["timeout_s"].metadata["
 def init(
     device: str | torch.device | None = None, *, timeout_s: float | None = None, backend: str | None = None
 ) -> World:
-    """Join the other ranks; call it before :func:`zero`, in a program started by torchrun (or alone).
+    """Join the process group; call it before :func:`zero`, in a program started by torchrun or as a single process.
 
     A second call returns the same world; after ``world.close()`` on every rank it makes a new one.
 
     Args:
-        device: None takes the accelerator of this rank where there is one, else the CPU.
-        timeout_s: after so many seconds a collective that waits raises CollectiveError; None takes
-            NPUZERO_TIMEOUT_S, or 600.
+        device: None means this rank's accelerator if there is one, else the CPU.
+        timeout_s: seconds after which a waiting collective raises CollectiveError; None means NPUZERO_TIMEOUT_S, or
+            600.
         backend: None chooses by the device: npu hccl, cuda nccl, cpu shared memory on one host and gloo beyond it.
 
     Returns:
         The world: ``rank``, ``size`` and ``device`` of this process.
 
     Raises:
-        ConfigError: the environment is incomplete, the device or backend is not there, or this process is in a world
-            with other settings than asked for.
+        ConfigError: the environment is incomplete, the device or backend is missing, or this process is in a world with
+            other settings.
 
     Example::
 
@@ -84,41 +84,41 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
 ) -> Model:
     """Shard ``model`` over the ranks, in place, and return it.
 
-    The native loop stays as it is: forward, ``loss.backward()``, an npuzero optimizer's ``step()``. All ranks start
+    The training loop stays the same: forward, ``loss.backward()``, an npuzero optimizer's ``step()``. All ranks start
     from rank 0's weights and buffers. Gradients are averaged over all ranks.
 
     Args:
-        model: on this rank's device, or on meta (shapes without data), the same on every rank. Parameters float32,
-            bfloat16 or float16.
+        model: on this rank's device, or on meta (shapes without data), the same on every rank. Parameters must be
+            float32, bfloat16 or float16.
         stage: ZeRO stage 0, 1, 1.5, 2 or 3 (the default, unless ``plan`` is given).
         plan: a preset's name (see :data:`npuzero.PRESETS`, :data:`npuzero.OFFLOADED`,
             :data:`npuzero.THINNED`) or a :class:`Plan`.
         precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
             root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
-        local_size: ranks in a group for presets that shard within groups; None: those that share a host; <= 0: all.
-        offload: what rests off the device, whatever the stage or plan: ``"host"``: states on the host, and gradients
-            that are sharded as states are; ``"nvme"``: states in files instead; ``"host+parameters"`` or
-            ``"nvme+parameters"``: parameters there, too. See :meth:`Plan.offloaded`.
-        units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
-            default the children of each outermost repeated list.
-        unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``), where they have others than the model's:
-            presets, stages or :class:`Plan`. Its ``local_size`` is theirs, too; and its precision, but for a Plan's.
-        weights: safetensors files whose values the model is to have: a file, a folder with ``model.safetensors`` or its
-            index, or :class:`npuzero.Weights`. Each rank reads the bytes that rest with it, and no others.
-        initialize: fills what is on meta and not in ``weights``: called, a unit at a time, with the modules around such
-            parameters and buffers, inner ones first, as by ``model.apply``; all else is on meta meanwhile. None: the
-            modules' ``reset_parameters()``. Rank 0's values count.
-        buffers: what becomes of what forwards write into buffers, such as BatchNorm's statistics of the rank's own
-            batches, as the next forward begins: ``"broadcast"``: rank 0's count, as DDP has it; ``"average"``: floating
-            buffers are averaged, others are rank 0's; None: each rank keeps its own.
-        world: the ranks; None: those of :func:`init`, which is called if nobody has.
-        mesh: the same ranks along named axes, where they are more than data ranks: see :func:`npuzero.mesh`. None: the
-            mesh that ``parallel.tensor``, ``parallel.sequence`` or ``ClassHead`` was given, if any.
-        settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
+        local_size: ranks in a group, for presets that shard within groups; None: the ranks of a host; <= 0: all.
+        offload: offload optimizer states under any stage or plan: ``"host"`` to the host, with gradients that are
+            sharded the same way; ``"nvme"`` to files instead; ``"host+parameters"`` or ``"nvme+parameters"`` with
+            parameters as well. See :meth:`Plan.offloaded`.
+        units: modules whose parameters are gathered together: a class, a tuple of classes, or a predicate of (name,
+            module). By default the children of each outermost repeated list.
+        unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``) in place of the model's: presets, stages
+            or :class:`Plan`. They use the model's ``local_size``, and its precision unless they are a Plan.
+        weights: safetensors to load: a file, a folder with ``model.safetensors`` or its index, or
+            :class:`npuzero.Weights`. Each rank reads only the bytes of its shards.
+        initialize: fills tensors on meta that ``weights`` lacks. It is called unit by unit with the modules that have
+            such parameters and buffers, inner ones first, as by ``model.apply``; other units are on meta at that time.
+            None: the modules' ``reset_parameters()``. Rank 0's values count.
+        buffers: how ranks share buffers that a forward writes, such as BatchNorm's statistics, when the next forward
+            begins: ``"broadcast"`` from rank 0, as in DDP; ``"average"`` floating buffers and broadcast the rest; None
+            keeps each rank's own.
+        world: the ranks; None: those of :func:`init`, which is called if needed.
+        mesh: the same ranks along named axes, if there are other than data axes: see :func:`npuzero.mesh`. None: the
+            mesh given to ``parallel.tensor``, ``parallel.sequence`` or ``ClassHead``, if any.
+        settings: overlap, prefetch, ...; no setting changes the numbers.
 
     Raises:
-        ConfigError: plan, precision, model or world that cannot work, ranks that disagree, an axis of the mesh that the
-            model does not use, or a tensor on meta that nobody has values for.
+        ConfigError: the plan, precision, model or world is unusable, ranks disagree, the model does not use an axis of
+            the mesh, or a tensor on meta has no source of values.
         CheckpointError: ``weights`` are missing, torn, or do not fit the model.
         StateError: the model is sharded already.
 
@@ -163,21 +163,22 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     activation_bytes: int = 0,
     settings: Settings | None = None,
 ) -> Report:
-    """Predict what one of ``world`` ranks holds and sends in one step of ``model`` under ``plan``, by arithmetic.
+    """Predict by arithmetic the memory and traffic of one of ``world`` ranks in one step of ``model`` under ``plan``.
 
     Args:
-        model: may be on ``meta``; nothing is computed. What :func:`pipeline` returned knows its units, parts and acts.
+        model: may be on ``meta``; nothing is computed. The result of :func:`pipeline` has its own units, parts and
+            acts.
         plan: a Plan, a preset's name, or a stage.
-        world: number of ranks, or the world that :func:`init` gave; or a mesh, or the sizes of its axes.
+        world: the number of ranks, or the world of :func:`init`; or a mesh, or the sizes of its axes.
         local_size, offload, precision, units, unit_plans, settings: as for :func:`zero`.
-        micro_batches: forward and backward passes a step, none of them under ``no_sync``.
-        clip: whether :func:`clip_grad_norm_` is called once a step.
-        moments: states of the optimizer beside the master: Adam has 2, with amsgrad 3; Lion has 1.
-        parts: of a model whose parts run by themselves, as a pipeline's stages do: by modules or names, what is of
-            each; () for one part.
-        acts: the passes of parts in their order: a part's number, and whether it is a backward pass, a part's in the
-            order of their micro-batches; () for ``micro_batches`` of the whole model, one after another.
-        activation_bytes: of a pipeline: of a micro-batch between two stages, as each rank holds it.
+        micro_batches: forward and backward passes per step, none of them under ``no_sync``.
+        clip: whether :func:`clip_grad_norm_` is called once per step.
+        moments: optimizer states per element without the master: Adam has 2, with amsgrad 3; Lion has 1.
+        parts: of a model that runs in separate parts, as a pipeline's stages: the modules or names of each part; () for
+            one part.
+        acts: the passes of parts in order, as (part's number, whether it is a backward pass), each part's passes in the
+            order of their micro-batches; () for ``micro_batches`` of the full model, one after another.
+        activation_bytes: in a pipeline, bytes of a micro-batch between two stages, per rank.
 
     Raises:
         ConfigError: as for :func:`zero`; or acts that do not fit the parts.
@@ -198,8 +199,8 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
 
 
 def report(model: nn.Module) -> Report:
-    """Report what this rank held (high water, bytes) and sent (bytes) in the last step,
-    in the shape of :func:`predict`. Inside :func:`offloaded`: what it holds now, and what that has moved.
+    """Report the bytes that this rank held (high water) and sent in the last step, in the shape of :func:`predict`.
+    Inside :func:`offloaded` it reports the bytes held now, and the bytes moved by the offload.
 
     Raises:
         StateError: the model is not sharded, or has taken no step.
@@ -217,7 +218,7 @@ def report(model: nn.Module) -> Report:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backward passes inside the block add up on each rank alone; the next one outside it reduces them.
+    """Sum gradients locally in backward passes inside the block; the next pass outside it reduces them.
 
     Fewer bytes are sent; a plan that shards gradients then keeps them unsharded (float32) until that next pass.
 
@@ -233,14 +234,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let the method ``name`` of ``module`` be called as its forward is: with its parameters unsharded.
+    """Make the method ``name`` of ``module`` unshard the parameters that it uses, as the forward does.
 
-    For methods beside ``forward`` that use parameters themselves, such as ``encode(x)`` with ``x @ self.projection``;
-    what calls modules needs nothing. Like a forward, all ranks call it together. As for a forward, unsharded is
-    what ``module`` and the units around it own; units inside it are unsharded when they are called, as ever.
+    For methods other than ``forward`` that use parameters directly, such as ``encode(x)`` with ``x @ self.projection``;
+    a method that only calls modules does not need it. All ranks call it together, as a forward. It unshards the
+    parameters
+    of ``module`` and of the units around it; units inside are unsharded when they are called.
 
     Args:
-        module: a model made by :func:`zero`, or a module inside of it.
+        module: a model made by :func:`zero`, or a module inside.
         name: of a method of its class.
 
     Raises:
@@ -277,14 +279,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
     """Unshard all parameters inside the block, to be read and written, on every rank. Collective.
 
-    What is written into parameters inside lasts, under every plan: shards and masters follow it. All ranks write the
-    same values. Without ``write`` this goes for what torch sees written: operations in place, also through ``p.data``
-    and ``p.detach()``.
+    Writes to parameters inside the block persist under every plan: shards and masters follow. All ranks must write the
+    same
+    values. Without ``write`` this holds for writes that torch sees: in-place operations, also through ``p.data`` and
+    ``p.detach()``.
 
     Args:
         model: made by :func:`zero`.
-        write: look at the values themselves, so that what was written past torch (through ``p.numpy()``, by another
-            library) lasts as well; all parameters are read twice for that.
+        write: compare the values themselves, so that writes past torch (through ``p.numpy()``, by another library)
+            persist
+            as well; this reads all parameters twice.
 
     Raises:
         StateError: on every rank, at the end of the block: the ranks wrote different values.
@@ -302,7 +306,7 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
 def chosen_plan(
     stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None
 ) -> Plan:
-    """Return the plan that a program names by its stage, its preset, or itself."""
+    """Return the plan given by a stage, a preset or a Plan."""
     if stage is not None and plan is not None:
         raise ConfigError(
             "npuzero.zero()", expected="either stage or plan", got=f"stage={stage!r} and plan={plan!r}", do="Drop one."
@@ -321,7 +325,7 @@ def chosen_plan(
 
 
 def checked_settings(settings: Settings | None) -> Settings:
-    """Return ``settings``, by default those of Settings()."""
+    """Return ``settings``, or the default ones."""
     if settings is None:
         return Settings()
     _check_kind("settings", settings, Settings, "Use npuzero.Settings(...), or Settings.from_dict(...) for a dict.")
@@ -334,10 +338,10 @@ def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
 
 
 def apply_pending(model: nn.Module) -> None:
-    """Let the parameters be what the last ``step()`` makes of them, where a plan with ``lag=1`` would leave that to the
-    next one. Collective.
+    """Apply the pending update of a plan with ``lag=1`` now, instead of in the next ``step()``. Collective.
 
-    Call it when training ends, and before parameters are written. Elsewhere, and where nothing is pending, it does
+    Call it when training ends, and before parameters are written. Under other plans, and if no update is pending, it
+    does
     nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Function on a model: cut it into the stages of a pipeline, and shard each over its ranks."""
+"""Cut a model into the stages of a pipeline, and shard each stage over its ranks."""
 
 from __future__ import annotations
 
@@ -46,29 +46,33 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     buffers: str | None = None,
     settings: Settings | None = None,
 ) -> Pipeline:
-    """Cut ``model`` into stages over the pipe axis of ``mesh``, and shard each over the ranks that have it.
+    """Cut ``model`` into stages over the pipe axis of ``mesh``, and shard each stage over its ranks.
 
-    A step is ``pipe.step(inputs, target=...)``, which runs forward and backward of all micro-batches; optimizer,
-    clipping and checkpoints are those of any model of :func:`npuzero.zero`. Names stay those of the whole model.
+    A step is ``pipe.step(inputs, target=...)``, which runs forward and backward of all micro-batches. Optimizer,
+    clipping
+    and checkpoints work as for any model of :func:`npuzero.zero`. Parameters keep their names in the full model.
 
     Args:
-        model: the whole model, on every rank alike: on the device, or on meta. Blocks of other stages are let go.
+        model: the full model, the same on every rank, on the device or on meta. A rank drops the blocks of other
+            stages.
         mesh: of all ranks, see :func:`npuzero.mesh`.
         stage, plan, precision, local_size, offload, unit_plans, weights, initialize, buffers, settings: as for
-            :func:`npuzero.zero`, within the ranks of each stage. With a preset, parameters that a rank has gathered
-            stay unsharded until the step (``Plan.between``), if the training state then takes no more than half of the
-            device's memory; a :class:`Plan` is followed as it is.
+            :func:`npuzero.zero`, within the ranks of each stage. With a preset, gathered parameters stay unsharded
+            until
+            the step (``Plan.between``) if the training state then takes at most half of the device's memory; a
+            :class:`Plan` is followed as it is.
         schedule: ``gpipe``, ``1f1b``, ``interleaved`` (with ``chunks``) or ``zero-bubble``.
-        micro_batches: into which each batch is cut.
-        chunks: stages of each rank; stage s lies on pipe rank s % ranks.
+        micro_batches: the number of micro-batches that each batch is cut into.
+        chunks: stages of each rank; stage s is on pipe rank s % ranks.
         loss_fn: called with the model's output for a micro-batch, and its targets; returns their mean. None: the
-            model's own loss (labels in its keyword arguments), or what the last block returns.
-        blocks: modules, or their names, each called with what the one before returned; lists among them stand for their
-            children. None: the children of an nn.Sequential, or what a model of transformers says of itself.
-        split: how many blocks each stage has, or the name of its first one; None: balanced by what they compute.
+            model's
+            own loss (labels in its keyword arguments), or the output of the last block.
+        blocks: modules or their names, each called with the output of the previous one; a list among them stands for its
+            children. None: the children of an nn.Sequential, or the blocks that a transformers model declares.
+        split: the number of blocks of each stage, or the name of its first block; None balances by compute.
 
     Raises:
-        ConfigError: on every rank: what cannot be cut or scheduled so, or ranks that disagree.
+        ConfigError: on every rank: the model cannot be cut or scheduled, or ranks disagree.
         StateError: the model is sharded already.
 
     Example::

@@ -1,5 +1,10 @@
-"""Optimizers: fused rules and torch's own, over sharded models and plain parameters;
-loss scaling and the finite guard.
+"""Optimizers for sharded models and plain parameters, loss scaling, and the finite guard.
+
+In: parameters of models made by ``npuzero.zero()``, or plain ones. Out: updated masters and parameters, optimizer
+states in torch's shape. ``optimizer`` has torch's interface, and a worker (``workers``) does the updates: npuzero's
+fused rules (``adam``, ``lion``, ``rules``) or a torch optimizer over shards.
+
+Read ``optimizer``, ``adam`` and ``workers/sharded_parameters`` first.
 """
 
 from npuzero.optim.adam import Adam, AdamW, dynamic_rows

@@ -17,18 +17,19 @@ from npuzero.optim.optimizer import ZeroOptimizer
 from npuzero.optim.rules.rule import Options, ParameterRange, UpdateRule
 from npuzero.optim.rules.segments import stack_float64
 
-# As torch has them: a program may put this module's in their place.
+# Saved at import, since a program may replace torch's classes by this module's.
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 
 
 @final
 class AdamRule(UpdateRule):
-    """Update as Adam does, by ``ops.flat_adam``.
+    """Update by Adam, in ``ops.flat_adam``.
 
     Args:
-        optimizer_class: torch's, which checks options.
-        bias_correction: False takes moments as they are. What torch has not is an option of groups only where it says
-            something else: groups are torch's otherwise.
+        optimizer_class: the torch class that checks options.
+        bias_correction: False uses moments without correction. As torch lacks this option, groups have it only where it
+            is
+            False, and otherwise equal torch's groups.
         always: see :class:`UpdateRule`.
     """
 
@@ -95,13 +96,12 @@ def dynamic_rows(
     device: torch.device,
     bias_correction: bool = True,
 ) -> Tensor:
-    """Return [rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's
-    wait.
+    """Return [rows, 4] float32 on ``device``: coefficients of lr and step, in float64 on the device, without a sync.
 
     Args:
         options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
-        steps: of each row the step count, this update included; a number or a tensor.
-        bias_correction: whether moments are divided by what they lack yet.
+        steps: of each row the step count, including this update; a number or a tensor.
+        bias_correction: whether moments are divided by ``1 - beta**step``.
     """
     lr = stack_float64([o["lr"] for o in options], device)
     beta1, beta2 = (stack_float64([o["betas"][i] for o in options], device) for i in (0, 1))
@@ -121,8 +121,9 @@ def _make_adamw_rule(bias_correction: bool) -> AdamRule:
 
 @refuse_unknown_keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
-    """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
-    :class:`AdamW`. Its weight decay is L2's, added to the gradient, as that of DeepSpeed's ``adam_w_mode: false``.
+    """Replace ``torch.optim.Adam`` by one fused launch for a model's shards or all plain parameters; see
+    :class:`AdamW`.
+    Weight decay is L2, added to the gradient, as with DeepSpeed's ``adam_w_mode: false``.
 
     Example::
 
@@ -173,36 +174,42 @@ class Adam(ZeroOptimizer):
 class AdamW(Adam):
     """Replace ``torch.optim.AdamW``: one launch for all shards of a model does unscaling, update and the rounded copy.
 
-    Over a model made by :func:`npuzero.zero` moments and masters are sharded as its plan says. Over plain parameters
-    it is a drop-in whose ``state_dict`` is torch's (with a ``master`` of each parameter in 16 bits), and all of them
-    are updated by one launch. A program may write into plain parameters between steps, but where they have masters not
-    in place through ``p.data``, which torch does not show.
+    Over a model made by :func:`npuzero.zero` the plan shards moments and masters. Over plain parameters it is a drop-in
+    with torch's ``state_dict`` (and a ``master`` of each 16-bit parameter), and one launch updates all of them. A
+    program
+    may write into plain parameters between steps; parameters with masters must not be written in place through
+    ``p.data``,
+    which torch does not track.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``. An lr that is a tensor on
-            the parameters' device is read there, and never by the host.
-        capturable: as torch's: steps are counted on the device, so that a graph can capture :meth:`step` after one step
-            outside of it. A replay goes on counting, and sees another lr where that is a tensor on the device.
-        bias_correction: of all groups; False takes moments as they are, too small in the first steps: the choice of
-            BERT's optimizer, and apex's and DeepSpeed's option of this name.
-        masters: of plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, the 16 bits that the parameter
-            lacks, with the same results; ``"none"``, the parameter alone, rounded stochastically. Others have fp32.
-        moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
-            Of a model with a plan its precision says both.
-        seed: of stochastic rounding, with the step and the parameter's place among ``params``.
-        early: over a model whose states rest off the device their update begins inside backward, as soon as gradients
-            are summed; the bits are the same. Then nothing may change gradients or options between a step's last
-            backward and :meth:`step`: clipping, a loss scaler and a FiniteGuard raise ConfigError under every plan, and
-            another pass, :meth:`zero_grad` or a read of parameters before it a StateError. Which pass is the last? With
-            True that by which there are as many as in any step so far; with a number, such as ``early=4``, the
-            fourth; never one within ``no_sync()``. A step of fewer passes, and the first one, are updated in
-            :meth:`step`, as is everything where lr is a tensor, ``capturable`` is set or ``Settings(overlap=False)``.
-        fused: the update is, always; True lets torch.amp.GradScaler decide on the device, as for torch's.
+            the parameters' device is read there, never by the host.
+        capturable: as in torch: steps are counted on the device, so that a graph can capture :meth:`step` after one
+            step
+            outside the capture. A replay continues the count, and sees a new lr if lr is a tensor on the device.
+        bias_correction: of all groups; False leaves moments uncorrected, so small in the first steps, like BERT's optimizer and the option of this name in apex and DeepSpeed.
+        masters: for plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, which stores only the 16 bits
+            that the parameter lacks, with the same results; ``"none"``, no master, with stochastic rounding. All other
+            parameters have fp32 masters.
+        moments: for plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` always has float32.
+            For a model with a plan, the plan's precision decides masters and moments.
+        seed: of stochastic rounding, combined with the step and the parameter's place among ``params``.
+        early: if states are offloaded, their update begins inside backward, as soon as gradients are summed; the bits
+            are
+            the same. Then nothing may change gradients or options between a step's last backward and :meth:`step`:
+            clipping, a loss scaler and a FiniteGuard raise ConfigError under every plan; another pass,
+            :meth:`zero_grad`
+            or a read of parameters before the step raises a StateError. True takes the pass as a step's last by the
+            largest number of passes in any step so far; a number, such as ``early=4``, takes the fourth; a pass within
+            ``no_sync()`` never counts as the last. A step of fewer passes, and the first one, are updated in
+            :meth:`step`,
+            as is everything if lr is a tensor, ``capturable`` is set or ``Settings(overlap=False)``.
+        fused: the update always is; True makes torch.amp.GradScaler decide on the device, as for torch's.
         foreach: accepted for compatibility.
         differentiable: must be False.
 
     Raises:
-        ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
+        ConfigError: options out of range, or parameters that torch refuses; also an instance of torch's exception type.
 
     Example::
 
@@ -256,7 +263,7 @@ class AdamW(Adam):
         self._open(FusedWorker(_make_adamw_rule(bias_correction), masters, moments, seed, early), params, options)
 
 
-#: By a class of torch's the class here that does the same, and what makes its rule.
+#: Maps a torch class to the class here that does the same, and to the maker of its rule.
 FUSED: dict[type[torch.optim.Optimizer], tuple[type[ZeroOptimizer], Callable[[bool], AdamRule]]] = {
     _ADAM: (Adam, _make_adam_rule),
     _ADAMW: (AdamW, _make_adamw_rule),

@@ -1,4 +1,4 @@
-"""A fused rule at work: over the shards of sharded models, and over plain parameters."""
+"""Run a fused rule over the shards of sharded models, and over plain parameters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from npuzero.shard.state.snapshot import Later, StateSnapshot
 
 
 class FusedWorker(OptimizerWorker):
-    """Have a fused rule update.
+    """Update parameters by a fused rule.
 
     Args:
         masters, moments, seed, early: as for :class:`npuzero.AdamW`.
 
     Raises:
-        ConfigError: one of these is nothing that there is.
+        ConfigError: an argument has an unknown value.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class FusedWorker(OptimizerWorker):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what is counted, kept and remembered from step to step."""
+        """Drop step counts, states and everything cached between steps."""
         self._shards = ShardedParameterWorker(self._rule, self._chosen, self.constants["seed"])
         self._plain = PlainParameterWorker(self._rule, **self._chosen, seed=self.constants["seed"])
 
     def __getstate__(self) -> Options:
-        """Leave states out: those of plain parameters are the optimizer's, and there are no copies of sharded ones."""
+        """Leave states out: the optimizer has the plain parameters' states, and sharded ones cannot be copied."""
         return {k: v for k, v in self.__dict__.items() if k not in ("_shards", "_plain")}
 
     def __setstate__(self, state: Options) -> None:
@@ -95,7 +95,7 @@ class FusedWorker(OptimizerWorker):
         return EarlyUpdateStarter(self, optimizer, engine, None if self._early is True else self._early)
 
     def begin(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Begun | None:
-        """Begin an update of a model inside backward; None where it cannot, and goes with its step."""
+        """Begin an update of a model inside backward; None if it has to wait for its step."""
         return self._shards.begin(optimizer, engine, _number_members(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
@@ -107,7 +107,7 @@ class FusedWorker(OptimizerWorker):
         self._plain.update(
             optimizer.state,
             [NumberedParameter(*members[id(parameter)], parameter) for parameter in plain],
-            # A scaler leaves these two here.
+            # A torch GradScaler stores these two on the optimizer.
             getattr(optimizer, "grad_scale", None),
             getattr(optimizer, "found_inf", None),
         )

@@ -19,7 +19,7 @@ from npuzero.optim.rules.segments import stack_float64
 
 @final
 class LionRule(UpdateRule):
-    """Update as Lion does, by ``ops.flat_lion``."""
+    """Update by Lion, in ``ops.flat_lion``."""
 
     alike = "an optimizer for them"  # torch has no Lion
     moments: ClassVar = {"exp_avg": True}
@@ -78,13 +78,13 @@ class LionRule(UpdateRule):
 class Lion(ZeroOptimizer):
     """Update as Lion does: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
 
-    Each element moves by lr, whatever the gradient's size, so the paper (section 5) advises an lr 3 to 10 times smaller
-    than AdamW's, and a weight_decay as much larger. Over a model made by :func:`npuzero.zero` as over plain parameters
-    it behaves as :class:`npuzero.AdamW` does.
+    Each element moves by lr, independent of the gradient's size, so the paper (section 5) advises an lr 3 to 10 times
+    smaller than AdamW's, and a weight_decay larger by the same factor. Over a model made by :func:`npuzero.zero` as
+    over plain parameters it behaves as :class:`npuzero.AdamW` does.
 
     Args:
         params: parameters, or groups of them.
-        lr: a number, or a tensor of one element; on the parameters' device it is read there, and never by the host.
+        lr: a number, or a tensor of one element; a tensor on the parameters' device is read there, never by the host.
         betas: of the update, and of the momentum.
         weight_decay: decoupled.
         maximize: go up instead of down.

@@ -1,4 +1,4 @@
-"""The API of all optimizers: torch's calls, over sharded models and over plain ones; a worker does the updates."""
+"""The interface of all optimizers: torch's methods over sharded models and plain parameters; a worker updates."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from npuzero.shard.state.snapshot import Later, StateSnapshot
 class ZeroOptimizer(torch.optim.Optimizer):
     """Run any element-wise torch optimizer over a sharded model: each rank updates its shard of the masters.
 
-    Parameters that no ``npuzero.zero()`` has seen are handed to the optimizer as they are. It may be built before or
-    after ``zero()``; param_groups, LR schedulers, closures and hooks work as in torch.
+    Plain parameters are passed to the optimizer unchanged. It may be built before or after ``npuzero.zero()``;
+    param_groups, LR schedulers, closures and hooks work as in torch.
 
     Args:
-        optimizer_class: a subclass of ``torch.optim.Optimizer`` whose update of an element depends on nothing but
-            that element's parameter, gradient and state. It is tried on a few elements, together and apart.
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` that updates each element by nothing but its parameter,
+            gradient and state. This is tested on a few elements, updated together and separately.
         params: as for torch: tensors, or dicts with ``params`` and options.
         defaults: the class's own keyword arguments.
 
@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._open(TorchOptimizerWorker(optimizer_class, defaults), params, defaults)
 
     def _open(self, worker: OptimizerWorker, params: Any, options: Options) -> None:
-        """End a constructor: ``worker`` has the parameters from now on."""
+        """Finish a constructor with its worker, parameters and options."""
         self._worker = worker
         self._terms: weakref.WeakKeyDictionary[Engine, VoteTerms] = weakref.WeakKeyDictionary()
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
@@ -75,12 +75,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """Return the class, as errors name it."""
+        """Return the class name as errors show it."""
         return self._worker.kind(type(self).__name__)
 
     @property
     def constants(self) -> Words:
-        """Return what random bits depend on, beside the groups."""
+        """Return the values that random bits depend on, in addition to the groups."""
         return self._worker.constants
 
     def _terms_for(self, engine: Engine) -> VoteTerms:
@@ -89,10 +89,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._terms[engine]
 
     def __getstate__(self) -> Options:
-        """Return what a copy or pickle takes along; torch's has neither worker nor hooks.
+        """Return the state for copy and pickle: torch's, which lacks the hooks, and the worker.
 
         Raises:
-            StateError: the parameters are of a sharded model, of which each rank holds a part.
+            StateError: parameters belong to a sharded model, and each rank has only a part of them.
         """
         if self._engines():
             raise refused_copy_error("copied or pickled")
@@ -104,7 +104,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: Options) -> None:
-        """Add a group, as torch's does; options are checked by the optimizer class.
+        """Add a parameter group; the optimizer class checks its options.
 
         Raises:
             ConfigError: parameters or options that torch refuses, or ``differentiable``.
@@ -125,8 +125,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters once. Collective where the model is sharded: call it on every rank.
 
         Raises:
-            StateError: parameters of a deleted model, or of a sharded and a plain model mixed up; or a graph is being
-                captured, and a group is not ``capturable``.
+            StateError: parameters of a deleted model, or sharded and plain parameters together; or a graph is being
+                captured and a group is not ``capturable``.
         """
         _check_capture(type(self).__name__, self.param_groups, self._worker.alike)
         loss = None
@@ -149,10 +149,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _engines(self) -> list[Engine]:
-        """Return the engines of the models whose parameters these are, each once, in order.
+        """Return the engines of the optimizer's parameters, each once, in order.
 
         Raises:
-            StateError: beside sharded parameters there are plain ones, whose gradients nobody reduces.
+            StateError: there are plain parameters among sharded ones, and no rank reduces their gradients.
         """
         engines, plain = _owners(self)
         if plain and not all(engine.alone for engine in engines):
@@ -167,12 +167,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tell torch.amp.GradScaler, which asks for it, what may stay on the device."""
+        """Tell torch.amp.GradScaler whether scale and overflow may stay on the device."""
         return self._worker.decides_on_device(self.param_groups)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or with ``set_to_none=False`` let those that are there be zeros, which update, too."""
+        """Drop the gradients, or with ``set_to_none=False`` zero the existing ones, which then still update."""
         engines, _ = _owners(self)
         for engine in engines:
             engine.early.keep()
@@ -186,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for engine in engines if not set_to_none else ():
             engine.zero_gradients(self._terms_for(engine).members)
         for engine in engines:
-            # The graph of a capturable step has the gradients' addresses.
+            # A captured step holds the addresses of the gradients.
             engine.forget_gradients(lend=not any(group.get("capturable") for group in self.param_groups))
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
@@ -194,10 +194,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @collective_call("optimizer.state_dict")
     def state_dict(self) -> Options:
-        """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
+        """Return torch's state dict of the unsharded model: full tensors by parameter number.
 
         Tensors of sharded parameters are on the CPU. Collective where the model is sharded: call it on every rank.
-        While an update of a delayed plan is pending there is ``ahead`` beside them: what it makes of the parameter.
+        While an
+        update of a delayed plan is pending, each state also has ``ahead``: the parameter after that update.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -209,10 +210,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: Options) -> None:
-        """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
+        """Load a state dict of torch's format, e.g. of ``torch.optim.AdamW``; every rank passes the full one.
 
         Raises:
-            CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
+            CheckpointError: it is no state dict, or its groups, tensors or shapes differ.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
@@ -222,7 +223,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             after(self)
 
     def cut_state(self, flat: FlatParameter) -> list[dict[str, float | None]]:
-        """Return per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
+        """Return for each slot of ``flat`` its numbers by name, and None for each tensor, to be read by
+        :meth:`cut_buffer`.
 
         The same on all ranks.
         """
@@ -230,8 +232,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [{**state, LAGGING: None} if state and flat.ahead is not None else state for state in described]
 
     def cut_buffer(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later:
-        """Return, for later, a range of this rank's part of the tensors ``name`` of all slots, however and wherever
-        they are kept: as float32, maybe a copy.
+        """Return a function that gives a range of this rank's shard of the tensors ``name`` of all slots, as float32.
+        It may
+        copy; the memory and dtype of the stored state do not matter.
         """
         if name == LAGGING:
             behind = snapshot.copied(flat.own_parameters[own])
@@ -243,13 +246,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_cut_state(
         self, engine: Engine, flat: FlatParameter, slots: Sequence[Mapping[str, float | None]]
     ) -> Collection[str]:
-        """Begin to take what :meth:`cut_state` gave; a slot without anything loses its state.
+        """Start loading the result of :meth:`cut_state`; a slot without a state loses its own.
 
         Returns:
-            The names of the tensors, which are whatever they are until :meth:`write_cut_buffer` got all of each.
+            The names of the tensors, which are undefined until :meth:`write_cut_buffer` has written all of each.
 
         Raises:
-            CheckpointError: a slot lacks what the optimizer class needs.
+            CheckpointError: a slot lacks a state that the optimizer class needs.
         """
         for slot, state in zip(flat.layout.slots, slots, strict=True):
             if state:
@@ -258,8 +261,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return names + [LAGGING] * engine.lag.expect(flat, slots)
 
     def write_cut_buffer(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
-        """Take a range of what :meth:`cut_buffer` gave; it begins on a multiple of MOMENT_BLOCK elements, and ends on
-        one or with the shard.
+        """Write a range of the result of :meth:`cut_buffer`. It starts on a multiple of MOMENT_BLOCK elements, and ends
+        on one
+        or at the end of the shard.
         """
         if name != LAGGING:
             self._worker.write(flat, name, own, values)
@@ -267,29 +271,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             engine.lag.take_behind(flat, own, values)
 
     def state_names(self) -> tuple[str, ...]:
-        """Return the names that a parameter's state must have; the others are the class's own business."""
+        """Return the names that a parameter's state must have; the optimizer class may keep more."""
         return self._worker.state_names(self.param_groups)
 
     def check_rule(self, saved: Collection[str], groups: Sequence[Options]) -> None:
-        """Warn where an optimizer of another rule has saved a state, which is about to be loaded.
+        """Warn if an optimizer of another rule saved the state that is about to be loaded.
 
         Args:
-            saved: the names that it has for any parameter.
+            saved: the state names that any parameter has.
             groups: the saved options of each group.
 
         Raises:
-            CheckpointError: this rule cannot go on from such a state.
+            CheckpointError: this rule cannot continue from such a state.
         """
         states.check_rule(self._worker, self, saved, groups)
 
 
 def _owners(optimizer: ZeroOptimizer) -> tuple[list[Engine], list[nn.Parameter]]:
-    """Return the engines of the models whose parameters these are, and the plain parameters."""
+    """Return the engines of the optimizer's sharded parameters, and its plain parameters."""
     return split_by_engine(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _propose_rules(optimizer: ZeroOptimizer) -> None:
-    """Tell the models whose parameters these are by which rules they will be updated."""
+    """Register the optimizer's rules with the models of its parameters."""
     for engine in _owners(optimizer)[0]:
         engine.boundary.accord.propose(optimizer._terms_for(engine))
         promise = optimizer._worker.promise(optimizer, engine)
@@ -300,20 +304,20 @@ def _propose_rules(optimizer: ZeroOptimizer) -> None:
 def shard_in_place(
     optimizer: torch.optim.Optimizer, worker: OptimizerWorker, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> ZeroOptimizer:
-    """Make ``optimizer`` update shards from now on, with the groups, defaults, hooks and attributes that it has.
+    """Make ``optimizer`` update shards from now on, keeping its groups, defaults, hooks and attributes.
 
-    As FSDP2's ``fully_shard`` does with a module, the object gets a new class of the same name: a subclass of ``base``
-    and of its own class. Whoever holds the optimizer holds the one that steps.
+    As with FSDP2's ``fully_shard``, the object gets a new class of the same name: a subclass of ``base`` and of its class. So every reference to the optimizer stays valid.
 
     Args:
-        optimizer: of torch's kind, over parameters of sharded models. Its state goes to ``worker``.
-        worker: does what the optimizer's own ``step`` did.
-        base: the class of npuzero's that the new one derives from first.
+        optimizer: a torch optimizer over parameters of sharded models. Its state moves to ``worker``.
+        worker: replaces the optimizer's own ``step``.
+        base: the npuzero class that the new class derives from first.
 
     Raises:
-        ConfigError: options, parameters or a class that ``worker`` refuses, or a method that the program has replaced
-            on this object.
-        CheckpointError: a state that is not of these parameters. The optimizer stays as it was in either case.
+        ConfigError: ``worker`` refuses an option, a parameter or the class, or the program has replaced a method on
+            this
+            object.
+        CheckpointError: the state does not belong to these parameters. In either case the optimizer is unchanged.
     """
     cls, before = type(optimizer), {**vars(optimizer)}
     _check_replaced(optimizer)
@@ -327,7 +331,7 @@ def shard_in_place(
     optimizer.__class__ = type(cls.__name__, (base, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     assert isinstance(optimizer, base)
     try:
-        vars(optimizer).pop("step", None)  # a scheduler's, which counts the steps of the class before
+        vars(optimizer).pop("step", None)  # a scheduler's wrapper, which counts steps of the former class
         optimizer._patch_step_function()
         optimizer._worker, optimizer._terms = worker, weakref.WeakKeyDictionary()
         optimizer.state = states.PlainParameterStates()
@@ -345,7 +349,7 @@ def shard_in_place(
 
 
 def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where a method was replaced on the object: what replaces it would call the class before."""
+    """Raise ConfigError if a method was replaced on the object: the replacement would call the former class."""
     replaced = [
         name
         for name, value in vars(optimizer).items()
@@ -361,7 +365,7 @@ def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_capture(name: str, groups: list[Options], alike: str) -> None:
-    """Raise StateError where a graph is being captured that could not be replayed."""
+    """Raise StateError during the capture of a graph that could not be replayed."""
     of = next((parameter.device for _, parameter in states.numbered_parameters(groups)), torch.device("cpu"))
     if of.type not in devices.KINDS:
         return
@@ -386,7 +390,7 @@ def _check_capture(name: str, groups: list[Options], alike: str) -> None:
 
 @contextlib.contextmanager
 def _as_config_error(subject: str, expected: str) -> Iterator[None]:
-    """Raise torch's own complaint about an argument in this package's form, as what torch's was, too."""
+    """Raise torch's error about an argument as a ConfigError that is also an instance of torch's type."""
     try:
         yield
     except NpuZeroError:

@@ -64,8 +64,7 @@ def find_optimizer_maker(found: Translation) -> ObjectMaker | str | None:
 
 
 def find_schedule_maker(found: Translation) -> ObjectMaker | str | None:
-    """Return the maker of the schedule in the file; a text with the reason if there is none; None if the file has none.
-    """
+    """Return the maker of the file's schedule; a text with the reason if there is none; None if the file names none."""
     kind = found.into("Scheduler").get("type")
     return None if kind is None else choose_schedule_maker(kind)
 

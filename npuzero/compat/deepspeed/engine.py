@@ -23,7 +23,7 @@ from npuzero.optim import LossScaler
 class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
     """Train a model by ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, as DeepSpeed's engine does.
 
-    Made by :func:`npuzero.initialize`. Attributes that the engine lacks are those of the model.
+    Made by :func:`npuzero.initialize`. Attributes that the engine lacks are read from the model.
 
     Attributes:
         module: the sharded model.
@@ -180,7 +180,7 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the block, as DeepSpeed allows where gradients are not sharded.
+        """Sum gradients locally inside the block, as DeepSpeed allows where gradients are not sharded.
 
         Raises:
             StateError: gradients are sharded.

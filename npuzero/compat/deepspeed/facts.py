@@ -67,7 +67,7 @@ class EngineFacts:
         self.batch = self.batch.of_total(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch on one rank, and with them those of a step.
+        """Change the samples of a micro-batch on one rank, and with it the samples of a step.
 
         Raises:
             ConfigError: the number is not positive.

@@ -47,7 +47,7 @@ class ObjectMaker:
 
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
-#: Defaults of DeepSpeed's fused kernels where they differ from those of npuzero's class.
+#: Defaults of DeepSpeed's fused kernels where npuzero's class has different ones.
 _DEFAULTS = {"weight_decay": 0.0}
 #: DeepSpeed's own types, in lower case; all others are torch's classes, in their own spelling.
 OPTIMIZERS = {

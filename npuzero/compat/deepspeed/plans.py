@@ -65,7 +65,7 @@ def _build_translated_precision(found: Translation, said: dict[str, Any]) -> Pre
 
 
 def _offload_translated_plan(plan: Plan, said: dict[str, Any]) -> Plan:
-    """Offload states and parameters. Offloaded parameters need offloaded states, which are updated next to them."""
+    """Move states and parameters off the device. Offloaded parameters need offloaded states, updated next to them."""
     states, parameters, share = said.get("optimizer"), said.get("param"), said.get("ratio", 1.0)
     if parameters is not None:
         states, share = states or "host", 1.0

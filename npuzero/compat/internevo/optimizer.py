@@ -23,7 +23,7 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
 
     Gradients, masters and moments are where the plan of ``npuzero.zero`` has them; this class scales the loss, unscales
     and clips gradients, skips a step that is not finite, and reports it. Other attributes, such as ``param_groups`` and
-    ``state``, are those of ``optim``. A torch scheduler accepts either object.
+    ``state``, are read from ``optim``. A torch scheduler accepts either object.
 
     Args:
         model: made by :func:`npuzero.zero` or :func:`npuzero.pipeline`.

@@ -1,4 +1,4 @@
-"""Resolve InternEvo keys that depend on each other, and refuse those that contradict."""
+"""Resolve InternEvo keys that depend on each other, and refuse contradictions."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _divide_model(model: nn.Module, mesh: Mesh, config: Configuration, divide: D
 
 
 def _recompute_blocks(model: nn.Module, fraction: float) -> None:
-    """Checkpoint the first ``fraction`` of the blocks: they keep only their inputs, and run again in backward."""
+    """Recover activations by recomputation in the first ``fraction`` of the blocks (``torch.utils.checkpoint``)."""
     blocks = [unit.module for unit in discover_units(model)[1:]]
     if fraction and not blocks:
         raise ConfigError(

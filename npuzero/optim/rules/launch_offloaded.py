@@ -1,4 +1,4 @@
-"""The launch of a fused rule over a chunk that is far: its pieces are on the host, each in tensors of its own."""
+"""Launch a fused rule on an offloaded chunk: its pieces are separate tensors on the host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npuzero.shard.state.tiered_tensor import copy_rounded
 
 
 class OffloadedLaunch:
-    """Update chunk after chunk of one step, on the stream's lane.
+    """Update the chunks of one step one after another, on the offload stream's thread.
 
     Args:
-        ranges: of each flat, on its shard.
-        moments: the names of all that the rule may have.
+        ranges: of each flat parameter, on its shard.
+        moments: the names of all moments that the rule may have.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class OffloadedLaunch:
     ) -> None:
         self._rule = rule
         self._seed = seed
-        # What the program may change before the update is done, as schedulers of lr do.
+        # The program may change options before the update has run, as LR schedulers do; so they are copied.
         options: dict[int, Options] = {}
         for part in (part for parts in ranges.values() for part in parts):
             if id(part.options) not in options:
@@ -38,12 +38,12 @@ class OffloadedLaunch:
         self._moments = moments
 
     def agrees(self, ranges: Mapping[FlatParameter, list[ParameterRange]], flat: FlatParameter) -> bool:
-        """Tell whether the ranges of ``flat``, and their options, are still those that this was made with."""
+        """Return whether the ranges of ``flat`` and their options still equal the constructor's."""
         now = [part._replace(options=_copy_options(part.options)) for part in ranges.get(flat, ())]
         return now == self._ranges[flat]
 
     def __call__(self, staged: Sequence[StagedChunk], numbers: UpdateScalars) -> None:
-        """Update pieces, which are laid end to end."""
+        """Update pieces, laid end to end."""
         line = self._rule.line(
             master=[each.master for each in staged],
             **{name: [each.states.get(name) for each in staged] for name in self._moments},
@@ -65,13 +65,15 @@ class OffloadedLaunch:
 
 
 def _copy_options(options: Mapping[str, Any]) -> Options:
-    """Return a group's options, but for its parameters, as they are now."""
+    """Return a copy of a group's options, without its parameters."""
     here = {key: value for key, value in options.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in here.items()}
 
 
 def _round_outside_ranges(low: Tensor, master: Tensor, ranges: Sequence[ParameterRange], shift: int) -> None:
-    """Round masters outside of ``ranges``, where the rule writes nothing, into ``low``: that is what lies there."""
+    """Round the masters outside ``ranges``, which the rule does not write, into ``low``; otherwise ``low`` is stale
+    there.
+    """
     last = 0
     for begin, end in [*((part.begin - shift, part.end - shift) for part in ranges), (low.numel(), 0)]:
         if last < begin:

@@ -1,4 +1,4 @@
-"""Moments: what a fused rule keeps of each element beside its master, in as many bits as the precision says."""
+"""Moments of a fused rule, stored in the number of bits that the precision sets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from npuzero.plan import MOMENT_BLOCK
 from npuzero.shard.state.snapshot import Later, StateSnapshot
 from npuzero.shard.state.tiered_tensor import TieredTensor
 
-#: In which dtype a moment is stored, by the name that a precision gives it.
+#: The dtype of a moment by its name in a precision.
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class ShardMoments:
-    """Hold the moments of one flat's shard.
+    """Store the moments of a flat parameter's shard.
 
     Args:
-        signs: by name of a moment, whether it can be negative.
-        near: by name, what lies on the device, as it is stored.
-        spreads: by name, all of it, wherever it lies.
+        signs: by name, whether a moment can be negative.
+        near: by name, the part on the device, as stored.
+        spreads: by name, the full shard across memories.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class ShardMoments:
         return iter(self._signs)
 
     def later(self, name: str, own: slice, snapshot: StateSnapshot) -> Later:
-        """Return a range as it is now, for later: as float32, maybe a copy."""
+        """Return a function that gives a range at its present value, as float32. It may copy."""
         first = own.start // MOMENT_BLOCK * MOMENT_BLOCK
         blocks = self._spreads[name].later(slice(first, own.stop), snapshot, signed=self._signs[name])
         return lambda: blocks()[own.start - first :]
 
     def write(self, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`later` gave comes back."""
+        """Write ``values`` into a range of full blocks (except at its end), the inverse of :meth:`later`."""
         self._spreads[name].write(own, values.to(torch.float32).reshape(-1), signed=self._signs[name])

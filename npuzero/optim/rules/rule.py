@@ -1,16 +1,17 @@
-"""A fused rule: what must be known of an update that one launch applies to many shards, or to many parameters.
+"""The interface of a fused rule: an element-wise update that one launch applies to many shards or parameters.
 
-How a rule joins, after Adam's (``adam.py``):
+To add a rule, following Adam's (``adam.py``):
 
-* its op (``docs/adding-an-op.md``), whose line has ``master``, the moments by name, ``low``, ``remainder``, ``seed``;
-* one file here: a final subclass of :class:`UpdateRule`, and one of :class:`~npuzero.optim.optimizer.ZeroOptimizer`
-    whose
-  ``__init__`` has the user's arguments and ends with ``self._open(Fused(the rule, ...), params, options)``; there are
-  ``lr``, ``capturable`` and ``fused`` among the options;
-* its name in ``optim/__init__.py``, ``api/__init__.py`` and ``npuzero/__init__.py``.
+* write its op (``docs/adding-an-op.md``), whose line takes ``master``, the moments by name, ``low``, ``remainder`` and
+  ``seed``;
+* add one file here with a final subclass of :class:`UpdateRule`, and one of
+  :class:`~npuzero.optim.optimizer.ZeroOptimizer` whose ``__init__`` takes the user's arguments and ends with
+  ``self._open(FusedWorker(the rule, ...), params, options)``; the options include ``lr``, ``capturable`` and ``fused``;
+* export its name in ``optim/__init__.py``, ``api/__init__.py`` and ``npuzero/__init__.py``.
 
-All else is here: masters and moments in fewer bits, chunks, step counts on the host or the device, loss scaling, graphs
-that are captured, states in torch's shape, checkpoints, and the ranks' agreement on options.
+Everything else is shared: low-precision masters and moments, chunks, step counts on the host or the device, loss
+scaling,
+captured graphs, states in torch's shape, checkpoints, and the ranks' agreement on options.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-#: One group's options by name, ``params`` among them.
+#: The options of one group by name, including ``params``.
 Options = dict[str, Any]
 
 
 class ParameterRange(NamedTuple):
-    """Describe a parameter's part of the line, ``[begin, end)`` in elements: its group's options, its own step count.
+    """Describe a parameter's range ``[begin, end)`` of the line, in elements, with its group's options and its step
+    count.
 
-    ``row``: the row of :class:`~npuzero.optim.rules.segments.CoefficientRows` that knows lr and step instead.
-        ``stream`` and
-    ``place``: as :class:`npuzero.ops.AdamSegment` has them, where something is rounded stochastically.
+    ``row``: the row of :class:`~npuzero.optim.rules.segments.CoefficientRows` with lr and step instead. ``stream`` and
+    ``place``: as in :class:`npuzero.ops.AdamSegment`, for stochastic rounding.
     """
 
     begin: int
@@ -44,10 +45,10 @@ class ParameterRange(NamedTuple):
 
 
 class RuleLine(Protocol):
-    """Hold the buffers that launch after launch of an op writes, such as :class:`npuzero.ops.AdamLine`."""
+    """Hold the buffers that launches of an op write, such as :class:`npuzero.ops.AdamLine`."""
 
     def is_of(self, *args: Any, **kwargs: Any) -> bool:
-        """Tell whether these arguments, as it was made with them but for the seed, are its buffers still."""
+        """Return whether the line was made with these buffers; the arguments are the constructor's without the seed."""
 
     def update(
         self,
@@ -57,18 +58,18 @@ class RuleLine(Protocol):
         skip: Tensor | None = None,
         dynamic: Tensor | None = None,
     ) -> None:
-        """Launch once: update what ``segments`` cover, and nothing else."""
+        """Launch once: update the ranges of ``segments``, and nothing else."""
 
 
 class UpdateRule(ABC):
-    """Describe an element-wise update, fused.
+    """Describe a fused element-wise update.
 
     Attributes:
-        alike: who does the same in plain torch, or whoever else errors shall name.
-        moments: the states of an element beside its master, by their names in ``state_dict``, in order; of each,
-            whether it can be negative, which decides how 8 bits store it.
-        line: makes a :class:`RuleLine` of its op.
-        always: options that are the same in every group, whatever was given or loaded.
+        alike: the equivalent class in plain torch, or another name for errors.
+        moments: the names of an element's states (without the master) in ``state_dict``, in order; each with whether it
+            can be negative, which decides its encoding in 8 bits.
+        line: makes a :class:`RuleLine` of the rule's op.
+        always: options with fixed values in every group, also after a load.
     """
 
     alike: str
@@ -78,31 +79,31 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def defaults(self, options: Mapping[str, Any]) -> Options:
-        """Check ``options``, among which there may be others than the rule's, and complete them.
+        """Check ``options``, which may include some of other rules, and complete them.
 
         Raises:
-            ConfigError, or ValueError and TypeError as torch's optimizers: one that no update can be made by.
+            ConfigError, or ValueError and TypeError as torch's optimizers: an option has an invalid value.
         """
 
     @abstractmethod
     def kept(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Return which of the moments parameters of a group have."""
+        """Return the names of the moments that parameters of a group have."""
 
     @abstractmethod
     def segment(self, first: ParameterRange, last: ParameterRange) -> Any:
-        """Describe ``[first.begin, last.end)`` to the op's line: both are alike but for their place."""
+        """Describe ``[first.begin, last.end)`` to the op's line; the two ranges differ only in their place."""
 
     @abstractmethod
     def keeps_zeros(self, options: Mapping[str, Any]) -> bool:
-        """Tell whether elements that are zero in every buffer stay so, as the padding between parameters must."""
+        """Return whether elements that are zero in every buffer stay zero, as padding between parameters must."""
 
     @abstractmethod
     def rows(
         self, options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device
     ) -> Tensor:
-        """Return [rows, columns of the op] float32 on ``device``: what lr and step come to, without the host waiting.
+        """Return [rows, columns of the op] float32 on ``device``: coefficients of lr and step, without a sync.
 
         Args:
             options: of each row; lr may be a tensor of one element.
-            steps: of each row the step count, this update included; a number or a tensor.
+            steps: of each row the step count, including this update; a number or a tensor.
         """

@@ -1,4 +1,4 @@
-"""What a launch is told of parameters laid end to end: ranges that are updated alike, and coefficients."""
+"""Build the arguments of a launch over parameters laid end to end: segments, and rows of coefficients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
 class CoefficientRows:
-    """Collect what lr and step come to, for launches of which the device alone knows one of the two.
+    """Collect rows of coefficients for launches with an lr or a step count that only the device knows.
 
     Args:
-        device: where it is needed.
+        device: of the table.
     """
 
     def __init__(self, rule: UpdateRule, device: torch.device) -> None:
@@ -31,11 +31,11 @@ class CoefficientRows:
         self._steps: list[float | Tensor] = []
 
     def row(self, options: Mapping[str, Any], step: int | Tensor) -> tuple[int, int | None]:
-        """Return the number of an update and its row: the one if the host knows both step and lr, else the other.
+        """Return (step number, None) if the host knows both step and lr, else (0, row number).
 
         Args:
-            options: its group's.
-            step: updates of before, a () tensor on the device; or this one's number.
+            options: of the parameter's group.
+            step: the number of earlier updates, a () tensor on the device; or the number of this update, an int.
         """
         counted = isinstance(step, Tensor)
         if not counted and not is_on_device(options["lr"], self._device):
@@ -47,25 +47,23 @@ class CoefficientRows:
         return 0, row
 
     def table(self) -> Tensor | None:
-        """Return [rows, columns] float32; None where nobody has a row."""
+        """Return [rows, columns] float32; None without rows."""
         return self._rule.rows(self._options, self._steps, self._device) if self._options else None
 
 
 def is_on_device(value: float | Tensor, device: torch.device) -> bool:
-    """Tell whether a number is to be read on ``device``. One in the host's memory is read by the host,
-    without a wait.
-    """
+    """Return whether a number must be read on ``device``. The host reads tensors in its own memory, without a sync."""
     return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
 
 
 def stack_float64(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return [n] float64 on ``device``: one number of each row."""
+    """Return [n] float64 on ``device``, one number per row."""
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     return torch.stack(
         [
             value.to(**wide).view(())
             if isinstance(value, Tensor) and is_on_device(value, device)
-            # By a kernel: a copy from the host would wait, and cannot be captured.
+            # A fill kernel, since a copy from the host would wait and cannot be captured.
             else torch.full((), float(value), **wide)
             for value in values
         ]
@@ -73,7 +71,7 @@ def stack_float64(values: Sequence[float | Tensor], device: torch.device) -> Ten
 
 
 def ranges_within(ranges: list[ParameterRange], begin: int, end: int) -> list[ParameterRange]:
-    """Return what lies in ``[begin, end)`` of ranges that ascend."""
+    """Return the parts of ascending ranges inside ``[begin, end)``."""
     chosen = ranges[bisect_right(ranges, begin, key=_END) : bisect_left(ranges, end, key=_BEGIN)]
     if chosen and chosen[0].begin < begin:
         first = chosen[0]
@@ -85,17 +83,17 @@ def ranges_within(ranges: list[ParameterRange], begin: int, end: int) -> list[Pa
 
 
 def shift_ranges(ranges: Iterable[ParameterRange], by: int) -> Iterator[ParameterRange]:
-    """Yield ranges as they are on another line, where they begin ``by`` elements later."""
+    """Yield the ranges moved by ``by`` elements, for another line."""
     return (part._replace(begin=part.begin + by, end=part.end + by) for part in ranges)
 
 
 def build_segments(rule: UpdateRule, ranges: Iterable[ParameterRange]) -> list[Any]:
-    """Return what the line of ``rule`` is told of ``ranges``, which ascend.
+    """Return the segments for the line of ``rule`` from ascending ranges.
 
-    Neighbours that share options and step count become one segment across the padding between them, which is zero in
-    every buffer: only a rule under which it would not stay so keeps them apart, or random bits of their own.
+    Neighbours with the same options and step count become one segment across the padding between them, which is zero in
+    every buffer. They stay separate if the rule would not keep zeros, or if they have random bits of their own.
     """
-    runs: list[list[ParameterRange]] = []  # first and last of those that continue each other
+    runs: list[list[ParameterRange]] = []  # first and last range of each run
     for part in ranges:
         if runs and _can_merge(rule, runs[-1][1], part):
             runs[-1][1] = part
@@ -105,7 +103,7 @@ def build_segments(rule: UpdateRule, ranges: Iterable[ParameterRange]) -> list[A
 
 
 def _can_merge(rule: UpdateRule, last: ParameterRange, part: ParameterRange) -> bool:
-    """Tell whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
+    """Return whether only padding is between two ranges: a parameter in between takes START_ELEMENTS or more."""
     if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
         return False
     gap = part.begin - last.end

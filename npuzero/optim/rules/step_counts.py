@@ -1,4 +1,4 @@
-"""How many steps were taken, counted on the device: no operation waits for it."""
+"""Step counts on the device: no operation makes the host wait."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor
 
 
 class TakenSteps:
-    """Count on the device how often each of some parameters was updated.
+    """Count on the device the updates of each parameter.
 
-    Those that were updated together all along share one count, which stays where it is and is added to in place, so
-    that a captured graph goes on counting.
+    Parameters that were always updated together share one count. It is incremented in place at a fixed address, so that
+    a
+    captured graph continues to count.
 
     Attributes:
-        counts: by key of a parameter its count, () float on the device.
+        counts: the count of each parameter by its key, () float on the device.
     """
 
     def __init__(self) -> None:
         self.counts: dict[Hashable, Tensor] = {}
-        self._sharing: Counter[int] = Counter()  # by id of a count, how many parameters it is the count of
-        self._new: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}  # counts that nothing was added to yet
+        self._sharing: Counter[int] = Counter()  # by id of a count: the number of parameters that share it
+        self._new: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}  # counts not incremented yet
 
     def begin(self, key: Hashable, step: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Count here from now on a parameter that was updated ``step`` times; return its count."""
+        """Start to count a parameter that was updated ``step`` times so far; return its count."""
         self.forget(key)
         new = (float(step), device, dtype)
         if new not in self._new:
@@ -34,13 +35,13 @@ class TakenSteps:
         return self.counts[key]
 
     def forget(self, key: Hashable) -> None:
-        """Stop counting a parameter, if it is counted here."""
+        """Stop counting a parameter, if it is counted."""
         count = self.counts.pop(key, None)
         if count is not None:
             self._sharing[id(count)] -= 1
 
     def part(self, used: Sequence[Hashable]) -> None:
-        """Give those in ``used``, which are about to be updated, counts that they share with no others."""
+        """Split counts before an update: the parameters in ``used`` must not share a count with parameters outside."""
         here = Counter(id(self.counts[key]) for key in used)
         parting = {count for count, members in here.items() if members < self._sharing[count]}
         parted: dict[int, Tensor] = {}
@@ -51,7 +52,7 @@ class TakenSteps:
                 self._set(key, parted.setdefault(id(count), count.clone()))
 
     def take(self, used: Iterable[Hashable], skip: Tensor | None) -> None:
-        """Count an update of those in ``used``, unless there is a ``skip`` ([1] float32) that is not zero."""
+        """Count an update of the parameters in ``used``, unless ``skip`` ([1] float32) is given and nonzero."""
         for count in {id(self.counts[key]): self.counts[key] for key in used}.values():
             count.add_(1 if skip is None else skip[0].to(count.device) == 0)
         self._new.clear()

@@ -1,4 +1,4 @@
-"""A guard that stops training where values stop being finite."""
+"""Stop training as soon as a value is inf or NaN."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from npuzero.shard.find_engine import engine_of
 
 
 class FiniteGuard:
-    """Stop where an output, a loss or a gradient is inf or NaN, and say in which unit and parameter it began.
+    """Stop at an output, a loss or a gradient that is inf or NaN, and name the unit and parameter where it began.
 
-    While all is finite it costs one reading of each unit's output, and of the gradients where nobody clips; nothing
-    waits for the device. A bad step changes neither parameters nor states, and the next forward, :meth:`look`, or the
-    end of the block raises on every rank, with the same text.
+    As long as all values are finite it costs one read of each unit's output, and of the gradients unless they are
+    clipped;
+    the host does not wait for the device. A bad step changes neither parameters nor states; then the next forward,
+    :meth:`look`, or the end of the block raises on every rank, with the same text.
 
     Args:
         model: made by :func:`npuzero.zero`.
-        scaler: the loss scaler in use. Gradients that overflow are its business then, until it is at its floor.
+        scaler: the loss scaler in use. It handles gradients that overflow, until it is at its floor.
 
     Raises:
         StateError: the model is not sharded.
@@ -44,15 +45,15 @@ class FiniteGuard:
         """Check the gradients, after the step's backward passes and before the optimizer. Collective.
 
         Args:
-            loss: this rank's, not scaled; of several micro-batches any sum.
+            loss: this rank's unscaled loss; for several micro-batches, any sum of theirs.
 
         Raises:
-            NonFiniteError: the step before this one was bad, and nobody has looked.
+            NonFiniteError: the previous step was bad, and :meth:`look` was not called.
         """
         self._engine.finite.check(loss, None if self._scaler is None else self._scaler.at_floor())
 
     def look(self) -> None:
-        """Wait for the verdict on the last step checked. Collective.
+        """Wait for the result of the last check. Collective.
 
         Raises:
             NonFiniteError: inf or NaN on any rank; ``facts`` has ``unit``, ``parameter`` and ``rank`` as far as known.

@@ -1,4 +1,4 @@
-"""What loss scaling decides, on the device: no operation waits for it."""
+"""The loss scale and its rule, on the device: no operation makes the host wait."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from torch import Tensor
 
 
 class LossScale:
-    """Scale the loss by what it finds: down where a step overflowed, up after a window without.
+    """Update the loss scale by the overflows found: lower it at an overflow, raise it after a window without any.
 
-    The rule is torch's (``torch.amp.GradScaler``), with Megatron-LM's hysteresis between a floor and a ceiling: an
-    overflow ends the window; from the ``hysteresis``-th on, counted since the scale last grew, each multiplies the
-    scale by ``backoff_factor``, down to ``floor``; ``growth_interval`` steps without one multiply it by
-    ``growth_factor``, up to ``ceiling``, if that is finite.
+    The rule is torch's (``torch.amp.GradScaler``) with Megatron-LM's hysteresis, between a floor and a ceiling. An
+    overflow ends the window. Overflows are counted since the scale last grew; from the ``hysteresis``-th on, each
+    multiplies
+    the scale by ``backoff_factor``, down to ``floor``. ``growth_interval`` steps without an overflow multiply it by
+    ``growth_factor``, up to ``ceiling``, if the result is finite.
 
-    With two more rules it is DeepSpeed's (0.19.8, ``runtime/fp16/loss_scaler.py``, ``DynamicLossScaler``): a window
-    begins with ``growth_delay`` steps that it does not count, one of them there; and with ``consecutive_hysteresis`` a
-    step without an overflow, not growth, is what overflows are counted from.
+    With two more options it is DeepSpeed's rule (0.19.8, ``runtime/fp16/loss_scaler.py``, ``DynamicLossScaler``): the
+    first
+    ``growth_delay`` steps of a window do not count (DeepSpeed: one), and with ``consecutive_hysteresis`` overflows are
+    counted since the last step without one, instead of since the last growth.
 
     Args:
-        device: of its tensors.
-        rules: by name what :class:`npuzero.LossScaler` was told; a change counts from the next step on.
-        scale, window, patience, skipped: to begin with.
+        device: of the tensors.
+        rules: the arguments of :class:`npuzero.LossScaler` by name; a change applies from the next step on.
+        scale, window, patience, skipped: initial values.
 
     Attributes:
         scale: () float32 on the device.
-        window: () int64, steps since the last overflow or growth, without those of the delay.
-        patience: () int64, overflows left before the scale goes down.
-        skipped: () int64, overflows in all.
+        window: () int64, steps since the last overflow or growth, without the delay.
+        patience: () int64, overflows left before the scale falls.
+        skipped: () int64, total number of overflows.
     """
 
     def __init__(
@@ -43,16 +45,16 @@ class LossScale:
         self._rules = rules
 
     def inverse(self) -> Tensor:
-        """Return () float32: what a scaled gradient is multiplied by."""
+        """Return () float32, the factor that unscales gradients."""
         return self.scale.double().reciprocal().float()
 
     def at_floor(self) -> Tensor:
-        """Return () bool: it cannot go down any further."""
+        """Return () bool: whether the scale is at its floor."""
         return self.scale.le(self._rules["floor"])
 
     @torch.no_grad()
     def update(self, found: Tensor) -> None:
-        """Take in one step; ``found``: () float32, not zero where it overflowed."""
+        """Count one step; ``found``: () float32, nonzero if it overflowed."""
         rules = self._rules
         overflow = found != 0
         wide = self.scale.double()
@@ -71,12 +73,12 @@ class LossScale:
 
 
 class DeferredLossScale:
-    """Keep a loss scale from before the first loss, whose device nobody knows, through pickles without tensors.
+    """Keep a loss scale before the first loss, while its device is unknown, and through pickles without tensors.
 
     Attributes:
         settings: the rules of :class:`LossScale`.
-        begins: the values of its tensors when it is made.
-        state: the scale, once there is a device for it.
+        begins: the initial values of its tensors.
+        state: the scale, once its device is known.
     """
 
     def __init__(self, settings: dict[str, Any], begins: dict[str, Any]) -> None:
@@ -85,23 +87,23 @@ class DeferredLossScale:
         self.state: LossScale | None = None
 
     def on(self, device: torch.device) -> LossScale:
-        """Return the scale, made on the device if there is none yet."""
+        """Return the scale, created on the device if there is none yet."""
         if self.state is None:
             self.state = self._made(device)
         return self.state
 
     def now(self) -> dict[str, Any]:
-        """Return numbers by name; waits for the device."""
+        """Return the values by name; synchronizes with the device."""
         if self.state is None:
             return self.begins
         return {name: getattr(self.state, name).item() for name in self.begins}
 
     def set(self, name: str, value: float) -> None:
-        """Change one of the settings, from the next step on."""
+        """Change a setting from the next step on."""
         self.settings[name] = value
 
     def begin_at(self, **values: Any) -> None:
-        """Go on from these, with the settings as they are."""
+        """Resume from these values, with the current settings."""
         self.begins = values
         if self.state is not None:
             self.state = self._made(self.state.scale.device)

@@ -1,4 +1,4 @@
-"""Loss scaling with the calls of ``torch.amp.GradScaler``, over sharded models and plain ones."""
+"""Loss scaling with the interface of ``torch.amp.GradScaler``, over sharded models and plain parameters."""
 
 from __future__ import annotations
 
@@ -33,34 +33,38 @@ def _check_scaler_count(name: str, value: object, least: int) -> int:
 
 @refuse_unknown_keywords(min_scale="floor", max_scale="ceiling", initial_scale="init_scale")
 class LossScaler:
-    """Multiply the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
+    """Scale the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
 
-    It stands in the place of ``torch.amp.GradScaler``, which cannot read sharded gradients.
+    It replaces ``torch.amp.GradScaler``, which cannot read sharded gradients.
 
-    Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
-    and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over such a model the host waits for nothing:
-    whether a step was taken, and how many were (for the bias correction), is known on the device alone; over plain
-    parameters likewise with ``fused=True`` or ``capturable=True``, and so for torch's. Others wait for the decision, as
-    under torch's scaler.
+    All ranks decide the same: a gradient that is inf or NaN on any rank skips the step on all, and parameters, masters
+    and
+    moments stay as they are. Over a sharded model, :class:`npuzero.AdamW` and ``Adam`` never make the host wait: the
+    device
+    alone knows whether a step was taken and how many were (for the bias correction). The same holds over plain
+    parameters
+    with ``fused=True`` or ``capturable=True``, and for torch's optimizers with these options. All other optimizers wait
+    for the decision, as under torch's scaler.
 
-    Over the stages of a pipeline each rank has one, made alike: the last stage scales its loss, all else is called on
-    every rank, and an overflow in one stage skips the step of all.
+    Over a pipeline each rank makes an equal scaler: the last stage scales its loss, every other method is called on all
+    ranks, and an overflow in one stage skips the step of all.
 
     DeepSpeed ends a run that overflows at its least scale: ``npuzero.FiniteGuard(model, scaler)`` does so at the floor.
 
     Args:
-        device: accepted for torch's sake; the scale lives where the first loss does.
-        init_scale: to begin with.
-        growth_factor, growth_interval: after so many steps without an overflow the scale is multiplied so.
-        backoff_factor: and at an overflow so.
-        enabled: False makes every call what it is without a scaler.
-        hysteresis: overflows, since the scale last grew, from which on it goes down; 1 is torch's rule. InternEvo's
-            (``DynamicGradScaler``) is this, and DeepSpeed's with ``consecutive_hysteresis=False``.
-        floor, ceiling: the scale goes neither below the one nor above the other. A static scale has both where it is:
-            ``LossScaler(init_scale=128.0, floor=128.0, ceiling=128.0)`` skips what overflows, and stays.
-        consecutive_hysteresis: count overflows since the last step without one instead: only so many in a row, and each
-            that follows, bring the scale down. As DeepSpeed's key of this name.
-        growth_delay: steps without an overflow, to begin with and after each overflow, that count for no growth;
+        device: accepted for compatibility with torch; the scale is on the device of the first loss.
+        init_scale: the first scale.
+        growth_factor, growth_interval: the factor of the scale after this many steps without an overflow.
+        backoff_factor: the factor of the scale at an overflow.
+        enabled: False makes every call do as without a scaler.
+        hysteresis: the number of overflows since the last growth at which the scale starts to fall; 1 is torch's rule.
+            InternEvo's ``DynamicGradScaler`` and DeepSpeed with ``consecutive_hysteresis=False`` work this way.
+        floor, ceiling: bounds of the scale. A static scale equals both: ``LossScaler(init_scale=128.0, floor=128.0,
+            ceiling=128.0)`` still skips steps that overflow.
+        consecutive_hysteresis: count overflows since the last step without one instead, so that only ``hysteresis`` in
+            a
+            row, and each further one, lower the scale. DeepSpeed's key of this name.
+        growth_delay: steps without an overflow, at the start and after each overflow, that do not count towards growth;
             DeepSpeed's scale (0.19.8, ``runtime/fp16/loss_scaler.py``) grows with 1.
 
     Raises:
@@ -117,7 +121,7 @@ class LossScaler:
         }
         begins = {"scale": init_scale, "window": -growth_delay, "patience": hysteresis, "skipped": 0}
         self._kept = DeferredLossScale(settings, begins)
-        # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
+        # Since the last update(): the stage of each optimizer, and whether its gradients overflowed.
         self._stages: dict[int, _ScalerStage] = {}
         self._found: dict[int, Tensor] = {}
 
@@ -138,17 +142,17 @@ class LossScaler:
 
     @_disable_dynamo
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale. Collective over a sharded model; once a step.
+        """Divide the optimizer's gradients by the scale. Collective over a sharded model; call it once per step.
 
         Raises:
-            StateError: called out of turn, or there is no gradient.
+            StateError: called out of order, or there is no gradient.
         """
         if not self._enabled:
             return
         self._expect_nothing_done(optimizer, "unscale_")
         engines, plain = _split_parameters(optimizer)
         staged = [engine for engine in engines if engine.mesh.shape.pipe > 1]
-        # The loss is the last stage's; the scale is the same on all, which all find the same.
+        # Only the last stage has a scaled loss; the scale is the same on all stages, and so is the result.
         state = self._kept.on(staged[0].device) if staged else self._begun("unscale_")
         inverse = state.inverse()
         rules = {**self._kept.settings, "init_scale": self._kept.begins["scale"]}
@@ -168,10 +172,11 @@ class LossScaler:
 
     @_disable_dynamo
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
+        """Call ``optimizer.step()`` on unscaled gradients; it has no effect if they overflowed. Collective if the step
+        is.
 
         Raises:
-            StateError: called out of turn, or with a closure.
+            StateError: called out of order, or with a closure.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -182,6 +187,7 @@ class LossScaler:
                 got="one",
                 do="Run backward on the scaled loss first, then scaler.step(optimizer).",
             )
+        # skip_where() must reach every engine before the optimizer's step, which reads it on the device.
         if self._stages.get(id(optimizer)) is not _ScalerStage.UNSCALED:
             self._expect_nothing_done(optimizer, "step")
             self.unscale_(optimizer)
@@ -199,10 +205,10 @@ class LossScaler:
 
     @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by what the steps since the last call found, or set it.
+        """Update the scale by the overflows of the steps since the last call, or set it.
 
         Raises:
-            StateError: no step since.
+            StateError: there was no step since the last call.
         """
         if not self._enabled:
             return
@@ -222,16 +228,16 @@ class LossScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """Return the scale now, 1 where disabled; waits for the device."""
+        """Return the current scale, 1 if disabled; synchronizes with the device."""
         return float(self._kept.now()["scale"]) if self._enabled else 1.0
 
     @property
     def skipped(self) -> int:
-        """Return the steps skipped so far; waits for the device."""
+        """Return the number of skipped steps; synchronizes with the device."""
         return int(self._kept.now()["skipped"])
 
     def at_floor(self) -> Tensor | None:
-        """Return () bool on the device: the scale cannot go down any further; None before the first loss."""
+        """Return () bool on the device: whether the scale is at its floor; None before the first loss."""
         state = self._kept.state
         return None if state is None else state.at_floor()
 
@@ -254,9 +260,7 @@ class LossScaler:
         self._kept.set("growth_interval", new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the
-        device.
-        """
+        """Return torch's state with npuzero's own keys added; ``{}`` if disabled. Synchronizes with the device."""
         if not self._enabled:
             return {}
         now = self._kept.now()
@@ -269,10 +273,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, or that of torch's scaler; nothing where disabled.
+        """Load the result of :meth:`state_dict`, or of torch's scaler; do nothing if disabled.
 
         Raises:
-            CheckpointError: no such state.
+            CheckpointError: it is no such state.
         """
         if not self._enabled:
             return
@@ -304,7 +308,7 @@ class LossScaler:
             raise _wrong_order_error(call, "once per optimizer between updates", f"gradients that are {done.value}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state as ``torch.amp.GradScaler`` does: between steps, and without tensors."""
+        """Return the state as ``torch.amp.GradScaler`` does: only between steps, and without tensors."""
         if self._stages:
             raise _wrong_order_error("pickle", "no step under way", "gradients that update() has not seen")
         return self.__dict__
@@ -330,7 +334,7 @@ def _split_parameters(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], l
 
 
 def _step_unless_overflow(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
-    """Take a step of an optimizer that decides on the device, as torch's scaler has it decide."""
+    """Step an optimizer that reads the overflow on the device, by torch's protocol (``found_inf``)."""
     optimizer.found_inf = overflow
     try:
         return optimizer.step(**options)
@@ -339,6 +343,6 @@ def _step_unless_overflow(overflow: Tensor, optimizer: Any, options: Mapping[str
 
 
 def _unscale_plain(gradient: Tensor, inverse: Tensor) -> Tensor:
-    """Unscale a plain gradient in place; return () float32, not zero where an element is inf or NaN."""
+    """Unscale a plain gradient in place; return () float32, nonzero if an element is inf or NaN."""
     gradient.mul_(inverse.to(gradient.device))
     return (~gradient.isfinite()).any().float()

@@ -1,4 +1,4 @@
-"""Who works behind the API that :class:`~npuzero.optim.optimizer.ZeroOptimizer` is: it updates, and keeps states."""
+"""Backend interface of :class:`~npuzero.optim.optimizer.ZeroOptimizer`: update parameters, and keep their states."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from npuzero.shard.step.early_update import EarlyUpdateRequest
 class OptimizerWorker(ABC):
     """Update the parameters of one optimizer and keep their states.
 
-    It is handed the optimizer, whose ``param_groups`` and ``state`` it works by, and does not keep it: a cycle would
-    keep the states' memory.
+    Methods take the optimizer, with its ``param_groups`` and ``state``, and the worker keeps no reference: a reference
+    cycle would keep the states' memory alive.
 
     Attributes:
-        alike: who does the same in plain torch, as errors name it.
-        constants: what random bits depend on, beside the groups.
-        numbers: names of states that are one number, whatever the parameter's shape.
+        alike: the equivalent class in plain torch, as errors name it.
+        constants: the values that random bits depend on, in addition to the groups.
+        numbers: names of states that are a single number for any parameter's shape.
     """
 
     alike: str
@@ -36,65 +36,62 @@ class OptimizerWorker(ABC):
 
     @abstractmethod
     def kind(self, name: str) -> str:
-        """Name the optimizer in errors, and to the other ranks; ``name`` is its class's."""
+        """Return the optimizer's name for errors and for all ranks; ``name`` is its class's."""
 
     @abstractmethod
     def defaults(self, options: Options) -> Options:
-        """Complete the options that the user gave; raises what torch raises for some that cannot be."""
+        """Complete the user's options; raises torch's errors for invalid ones."""
 
     @abstractmethod
     def check_group(self, name: str, group: Options) -> None:
-        """Look at a new group, its options complete; ``name`` is the optimizer's class's.
+        """Check a new group with complete options; ``name`` is the name of the optimizer's class.
 
         Raises:
-            ConfigError, or what torch raises: options or parameters that no update can take.
+            ConfigError, or torch's errors: an option or a parameter is invalid.
         """
 
     def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> EarlyUpdateRequest | None:
-        """Return what the optimizer promises to a model that it has, so that updates can begin inside backward."""
+        """Return the request to start updates of a model inside backward; None to update only in the step."""
         return None
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
-        """Update plain parameters, and those of models whose gradients are ready."""
+        """Update plain parameters, and the parameters of models whose gradients are ready."""
 
     def decides_on_device(self, groups: list[Options]) -> bool:
-        """Tell whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device,
-        for the update.
-        """
+        """Return whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device."""
         return False
 
-    # -- states: of sharded parameters by flat and slot, of plain ones by themselves ----------------------------------
+    # -- states: of sharded parameters by flat and slot, of plain ones by parameter ------------------------------------
 
     @abstractmethod
     def state_names(self, groups: list[Options]) -> tuple[str, ...]:
-        """Return the names that a parameter's state must have; others are the optimizer's own business."""
+        """Return the names that a parameter's state must have; the optimizer may keep more."""
 
     @abstractmethod
     def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
-        """Return the names that a parameter's state has after a step with these groups; ``saved`` if nobody can say.
+        """Return the names of a parameter's state after a step with these groups; ``saved`` if they are unknown.
 
         Raises:
-            CheckpointError: no step can be taken from a state of the names ``saved``.
+            CheckpointError: no step is possible from a state with the names ``saved``.
         """
 
     @abstractmethod
     def slot_state(self, flat: FlatParameter, i: int) -> Options:
-        """Return the state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are
-        told.
-        """
+        """Return the state of slot ``i`` as stored: numbers, and tensors, used only for their names and dimensions."""
 
     @abstractmethod
     def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
-        """Return, for later, as float32 a range of this rank's part of the tensors ``name`` of all slots, maybe a
-        copy; None if there is none.
+        """Return a function that gives a range of this rank's shard of the tensors ``name`` of all slots, as float32.
+        It may
+        copy; None if there is no such tensor.
         """
 
     @abstractmethod
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: FlatParameter, i: int, state: Mapping[str, Any]
     ) -> None:
-        """Replace the state of slot ``i`` by 1-D tensors of this rank's part of it, and numbers; or by nothing."""
+        """Replace the state of slot ``i`` by numbers and 1-D tensors of this rank's part; an empty state removes it."""
 
     @abstractmethod
     def restore_numbers(
@@ -104,27 +101,29 @@ class OptimizerWorker(ABC):
         flat: FlatParameter,
         slots: Sequence[Mapping[str, float | None]],
     ) -> Collection[str]:
-        """Replace the numbers of each slot; return the names of the tensors, all of which :meth:`write` replaces."""
+        """Replace the numbers of each slot; return the names of the tensors, which :meth:`write` must then replace
+        fully.
+        """
 
     @abstractmethod
     def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range of this rank's part of the tensors ``name`` of all slots, whole blocks of moments but for
-        its end.
+        """Write a range of this rank's shard of the tensors ``name`` of all slots: full moment blocks, except at its
+        end.
         """
 
     @abstractmethod
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
-        """Return the state of a plain parameter, in torch's shape."""
+        """Return the state of a plain parameter in torch's format."""
 
     @abstractmethod
     def restore_plain(
         self, optimizer: torch.optim.Optimizer, group: Options, parameter: nn.Parameter, state: Mapping[str, Any]
     ) -> None:
-        """Replace the state of a plain parameter of ``group`` by one in torch's shape."""
+        """Replace the state of a plain parameter of ``group`` by one in torch's format."""
 
 
 def refuse_differentiable(name: str, group: Options) -> None:
-    """Raise ConfigError where autograd is to go through the update."""
+    """Raise ConfigError if autograd should differentiate the update."""
     if group.get("differentiable"):
         raise ConfigError(
             name,

@@ -1,9 +1,9 @@
-"""Whether an optimizer of torch's is element-wise, found by trying: some elements together, and the same ones apart.
+"""Test whether a torch optimizer is element-wise: update some elements together, and the same ones separately.
 
-A rank that has a part of a parameter updates it without the rest. That is right only where what becomes of an element
-depends on nothing but that element's value, gradient and state. A class cannot be asked, and its name says nothing; so
-a few small tensors are updated by one optimizer, whole, and range by range by one optimizer for each. Ranges differ in
-the magnitudes of values and gradients, so a norm of a tensor, of a row or of all gradients is another one for each.
+A rank updates its part of a parameter without the rest. That is correct only if the update of an element depends on
+nothing but its value, gradient and state. A class does not declare this, so a few small tensors are updated by one
+optimizer in full, and range by range by separate optimizers. Values and gradients differ in magnitude from range to
+range, so any norm of a tensor, of a row or of all gradients differs as well.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from torch import Tensor
 from npuzero.errors import ConfigError
 from npuzero.optim.rules.rule import Options
 
-#: Makes an optimizer of the class in question over some tensors.
+#: Makes an optimizer of the tested class over some tensors.
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
-_STEPS = 7  # RAdam's second formula begins with the sixth, DAdaptation's estimates move from the second on
-_SHAPES = ((4, 6), (1, 5))  # matrices: some optimizers treat them apart, or take nothing else
-_RANGES = ((0, 1), (1, 9), (9, 24), (24, 29))  # of all elements; the matrix is cut within a row, too
-# Rounding differs with the length of a tensor, by bits; a norm that differs is a factor.
+_STEPS = 7  # RAdam's second formula begins at step 6; DAdaptation's estimates change from step 2 on
+_SHAPES = ((4, 6), (1, 5))  # matrices: some optimizers treat them differently, or accept nothing else
+_RANGES = ((0, 1), (1, 9), (9, 24), (24, 29))  # of all elements; the matrix is also cut within a row
+# Rounding differs in a few bits with the length of a tensor; a norm that differs is a factor.
 _TOLERANCE, _ROUNDING = 1e-3, 1e-6
-#: By class and kind of options: the names of its states that are one number for a whole parameter.
+#: By class and kind of options: the names of its states that are one number per parameter.
 _PASSED: weakref.WeakKeyDictionary[type, dict[str, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 def check_elementwise(
     optimizer_class: type[torch.optim.Optimizer], options: Options, device: torch.device
 ) -> frozenset[str]:
-    """Try an optimizer class with the options of a group; once for each kind of options.
+    """Check an optimizer class with the options of a group, once for each kind of options.
 
-    Random numbers that others draw are not touched, and nobody's hooks are called.
+    The random number generators are restored, and no hooks are called.
 
     Args:
         options: keyword arguments of the class.
         device: of the parameters.
 
     Returns:
-        the names of its states that are one number for a whole parameter, such as ``step``.
+        The names of its states that are one number per parameter, such as ``step``.
 
     Raises:
-        ConfigError: it is not element-wise, needs a closure, or cannot step on dense gradients; says what was found.
-        Exception: what the class raises for options that it refuses.
+        ConfigError: it is not element-wise, needs a closure, or cannot step on dense gradients; gives the difference
+            found.
+        Exception: the class refuses an option.
     """
     passed = _PASSED.setdefault(optimizer_class, {})
-    # A number matters by being zero or not: there a term of the update begins.
+    # Only zero or nonzero matters for a number: a nonzero one turns on a term of the update.
     kind = repr(sorted((k, bool(v) if isinstance(v, (int, float)) else repr(v)) for k, v in options.items()))
     if kind in passed:
         return passed[kind]
     trial = {**options}
     if isinstance(trial.get("lr"), (int, float, Tensor)):
-        trial["lr"] = 0.1  # by a rate of zero nothing would be seen
+        trial["lr"] = 0.1  # with lr=0 no update is visible
     place = torch.device("cpu") if device.type == "meta" else device
     if place.type == "cpu" and "capturable" in trial:
-        trial["capturable"] = False  # about whole optimizers, and for accelerators
+        trial["capturable"] = False  # affects complete optimizers, and only on accelerators
 
     def make(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         return optimizer_class(parameters, **trial)
@@ -82,13 +83,13 @@ def check_elementwise(
 def state_names(
     optimizer_class: type[torch.optim.Optimizer], options: Options, given: Collection[str]
 ) -> tuple[set[str], bool] | None:
-    """Return the names of the states that a step makes, and whether the class goes on with those ``given`` alone.
+    """Return the names of the states that a step creates, and whether the class can continue with only those ``given``.
 
     Args:
         options: keyword arguments of the class.
 
     Returns:
-        None where the class refuses ``options``, or to step.
+        None if the class refuses ``options``, or to step.
     """
     trial = {**options, "capturable": False} if "capturable" in options else options
     tensors = _probe_values(torch.device("cpu"))
@@ -112,13 +113,13 @@ def state_names(
 
 
 def _find_difference(make: Make, device: torch.device) -> tuple[str | None, frozenset[str]]:
-    """Return what tells the optimizer from an element-wise one, or None; and the names of its states of one number."""
+    """Return the difference from an element-wise optimizer, or None; and the names of its scalar states."""
     wholes = _probe_values(device)
     together = make(wholes)
     if problem := _why_unusable(together):
         return problem, frozenset()
     begin = _concatenate_flat(wholes)
-    # An optimizer for each range, not a group: one over all would let a norm of its gradients be the same in both.
+    # One optimizer per range instead of groups: in one optimizer a norm of its gradients would be equal for both.
     pieces = [begin[first:last].clone() for first, last in _RANGES]
     try:
         apart = [make([piece]) for piece in pieces]
@@ -154,7 +155,7 @@ def _why_unusable(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _step_unhooked(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without the hooks that a program may have put around the steps of all optimizers."""
+    """Take a step without the global hooks that a program may have registered for all optimizers."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -170,14 +171,14 @@ def _compare_results(begin: Tensor, together: Tensor, apart: Tensor) -> str | No
 
 
 def _probe_values(device: torch.device) -> list[Tensor]:
-    """Make values from a hundredth to two, larger from range to range."""
+    """Make values from 0.01 to 2 that grow from range to range."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     values = torch.sin(numbers * 1.7) * torch.logspace(-2, 0.3, 29)
     return _split_into_shapes(values.to(device))
 
 
 def _probe_gradients(step: int, device: torch.device) -> list[Tensor]:
-    """Make gradients from a thousandth to ten, smaller from range to range; of either sign, never near zero."""
+    """Make gradients from 0.001 to 10 that shrink from range to range, of both signs and never near zero."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     signs = torch.where(torch.sin(numbers * 2.3 + step) > 0, 1.0, -1.0)
     sizes = torch.logspace(1, -3, 29) * (1.5 + torch.cos(numbers + 3.0 * step))

@@ -1,4 +1,4 @@
-"""What an optimizer with ``early`` promises to the engine of a model: see :mod:`npuzero.shard.step.early_update`."""
+"""Start the updates of an optimizer with ``early`` inside backward: see :mod:`npuzero.shard.step.early_update`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Begun = tuple[Sequence[StateStore], Launch]
 
 
 class EarlyWorker(Protocol):
-    """Update, as :class:`~npuzero.optim.workers.base.OptimizerWorker` does, and before the step, too."""
+    """Update like :class:`~npuzero.optim.workers.base.OptimizerWorker`, but also before the step."""
 
     def begin(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Begun | None:
-        """Return the banks and the launch of an update that begins now; None where it cannot."""
+        """Return the state stores and the launch of an update that starts now; None if it cannot."""
 
 
 class EarlyUpdateStarter:
-    """Begin updates of one model before their step. It keeps neither optimizer nor model alive.
+    """Start updates of one model before their step. Holds no strong reference to optimizer or model.
 
     Args:
-        passes: backward passes of a step, if the user has said how many.
+        passes: backward passes of a step, if the user has set it.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class EarlyUpdateStarter:
 
     @property
     def holds(self) -> bool:
-        """Tell whether the optimizer is still there."""
+        """Return whether the optimizer is still alive."""
         return self._optimizer() is not None
 
     def is_of(self, worker: object) -> bool:
-        """Tell whether ``worker`` is the optimizer's."""
+        """Return whether ``worker`` belongs to the optimizer."""
         return self._worker() is worker
 
     def begin(self) -> Begun | None:
-        """Return the banks and the launch of an update that begins now; None where it cannot."""
+        """Return the state stores and the launch of an update that starts now; None if it cannot."""
         worker, optimizer, engine = self._worker(), self._optimizer(), self._engine()
         if worker is None or optimizer is None or engine is None:
             return None
@@ -57,7 +57,7 @@ class EarlyUpdateStarter:
 
 
 def check_early(early: bool | int) -> bool | int:
-    """Return ``early``, an option of a fused optimizer.
+    """Check ``early``, an option of a fused optimizer, and return it.
 
     Raises:
         ConfigError: it is neither True nor False, nor a number of backward passes.

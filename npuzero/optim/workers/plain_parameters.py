@@ -1,4 +1,4 @@
-"""A fused rule over parameters that no model made by ``zero()`` owns: states, and one launch for all of a device."""
+"""Run a fused rule over plain parameters: their states, and one launch for all parameters of a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ States = dict[Tensor, Options]
 
 
 class NumberedParameter(NamedTuple):
-    """Name a parameter, its number in the optimizer, of which random bits depend, and its group."""
+    """Hold a parameter with its group and its number in the optimizer, which seeds random bits."""
 
     number: int
     group: Options
@@ -30,11 +30,12 @@ class NumberedParameter(NamedTuple):
 
 
 class PlainParameterWorker:
-    """Hold what an optimizer knows of plain parameters beside its ``state``.
+    """Update plain parameters, and keep the data that the optimizer's ``state`` does not have.
 
-    That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
-    ``masters`` says otherwise of bfloat16 (then maybe a ``remainder``): torch would update it in place with every
-    operation rounded. Where a program writes into such a parameter, its master follows.
+    ``state`` uses torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, since
+    torch
+    would update it in place with every operation rounded; for bfloat16 ``masters`` may choose a ``remainder`` or none.
+    When a program writes into such a parameter, its master follows.
 
     Args:
         masters, moments, seed: as for :class:`npuzero.AdamW`.
@@ -45,26 +46,27 @@ class PlainParameterWorker:
         self._masters = masters or "fp32"
         self._moments = MOMENT_DTYPES[moments or "fp32"]
         self._seed = seed
-        # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        # By id of the parameter. The device counts if it is capturable, or a loss scaler may skip its steps.
         self._taken = TakenSteps()
         self._lines: dict[torch.device, RuleLine] = {}
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        # How often torch has seen parameters written, and where they lie: by id of those that have masters, as these
-        # know them; and of all that were updated last.
+        # Version counters and addresses of parameters at the last look, to detect writes: ``_marks`` by id for those
+        # with masters, ``_seen`` by device for all of the last update.
         self._marks: dict[int, tuple[int, int]] = {}
         self._seen: dict[torch.device, tuple[list[int], list[int]]] = {}
-        # By id the values that loaded remainders belong to, until the next update: the model may be loaded after them.
+        # By id: the parameter values that a loaded remainder belongs to, until the next update. The model may be loaded
+        # later.
         self._loaded: dict[int, Tensor] = {}
 
     def update(
         self, all_states: States, members: Sequence[NumberedParameter], scale: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Take one step of those that have a gradient.
+        """Update the parameters that have a gradient.
 
         Args:
-            all_states: the optimizer's; what begins here gets one.
-            scale: [1] float32, what gradients are divided by.
-            skip: [1] float32, not zero where nothing shall change.
+            all_states: the optimizer's states; a first update creates a parameter's.
+            scale: [1] float32, the divisor of gradients.
+            skip: [1] float32, nonzero to change nothing.
 
         Raises:
             ConfigError: a gradient is not dense.
@@ -112,7 +114,7 @@ class PlainParameterWorker:
             skip,
             dynamic,
         )
-        # The update writes the rounded master to where the parameter lies, if that is contiguous.
+        # The launch writes the rounded master into contiguous parameters only.
         for parameter, state, written in zip(parameters, states, low, strict=True):
             if "master" in state and written is None:
                 master = state["master"]
@@ -120,9 +122,9 @@ class PlainParameterWorker:
                 self._marks[id(parameter)] = _version_and_address(parameter)
 
     def _ranges(self, members: list[NumberedParameter], numbers: list[tuple[int, int | None]]) -> list[ParameterRange]:
-        """Lay parameters end to end: a range for each run of those with one group, and one step count or row.
+        """Lay parameters end to end: one range for each run with one group, and one step count or row.
 
-        What is rounded stochastically has one for each parameter.
+        With stochastic rounding each parameter gets its own range.
         """
         ranges: list[ParameterRange] = []
         begin = end = 0
@@ -136,7 +138,7 @@ class PlainParameterWorker:
         return ranges
 
     def _line_of(self, device: torch.device, **buffers: Sequence[Tensor | None]) -> RuleLine:
-        """Return the last step's line where it is still theirs: to ask takes less than to make one."""
+        """Return the last step's line if its buffers are the same; the check is cheaper than a new line."""
         line = self._lines.get(device)
         if line is None or not line.is_of(**buffers):
             line = self._lines[device] = self._rule.line(**buffers, seed=self._seed)
@@ -147,27 +149,28 @@ class PlainParameterWorker:
     def _count(
         self, device: torch.device, members: list[NumberedParameter], states: list[Options], counted: list[bool]
     ) -> list[int | Tensor]:
-        """Return for each parameter the number of this update; where the device counts, its count of those before."""
+        """Return each parameter's number of this update; if the device counts, its count of earlier updates."""
         known = [state for state, there in zip(states, counted, strict=True) if not there]
         steps: Iterator[int] = iter(self._count_here(device, known) if known else ())
         there = [(m.parameter, state) for m, state, on in zip(members, states, counted, strict=True) if on]
         for parameter, state in there:
             self.count_on_device(parameter, state)
+        # part() may replace a shared count, so states refer to counts only after it.
         self._taken.part([id(parameter) for parameter, _ in there])
         for parameter, state in there:
             state["step"] = self._taken.counts[id(parameter)]
         return [state["step"] if on else next(steps) for state, on in zip(states, counted, strict=True)]
 
     def count_on_device(self, parameter: nn.Parameter, state: Options) -> None:
-        """Have the device count the steps of ``parameter``, if it does not."""
+        """Move the step count of ``parameter`` to the device, unless it is there."""
         if self._taken.counts.get(id(parameter)) is not state["step"]:
             step = float(state["step"])
             state["step"] = self._taken.begin(id(parameter), step, parameter.device, torch.float32)
 
     def _count_here(self, device: torch.device, states: list[Options]) -> list[int]:
-        """Add this update to each state's step, on the host; return what they are now.
+        """Add this update to each state's step on the host; return the new counts.
 
-        They are made views of one tensor, which is counted up as long as the same states are updated.
+        The steps become views of one tensor, which is incremented as long as the same states are updated.
         """
         shared, views = self._shared_steps.get(device, (None, ()))
         if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:
@@ -194,8 +197,8 @@ class PlainParameterWorker:
         return state
 
     def _master_of(self, parameter: nn.Parameter) -> str:
-        """Return how a parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters``
-        says.
+        """Return how a parameter's master is stored: ``"own"`` if it is the float32 parameter itself, else by
+        ``masters``.
         """
         if parameter.dtype == torch.float32 and parameter.is_contiguous():
             return "own"
@@ -220,9 +223,10 @@ class PlainParameterWorker:
 
     @torch.no_grad()
     def _follow(self, parameter: nn.Parameter, state: Options) -> None:
-        """Take into its master what somebody has written into a parameter, or put in its place.
+        """Update the master of a parameter that the program has written or replaced.
 
-        It keeps its bits where its rounded copy is unchanged. A remainder belonged to the values of before.
+        A master keeps its bits where its rounded value is unchanged. A remainder belongs to the former values, and is
+        cleared.
         """
         before, now = self._marks.get(id(parameter)), _version_and_address(parameter)
         if before == now or not {"master", "remainder"} & state.keys():
@@ -232,7 +236,7 @@ class PlainParameterWorker:
             known = self._loaded.get(id(parameter))
             if known is not None:
                 state["remainder"].masked_fill_(storage.view_bits(parameter.detach()) != storage.view_bits(known), 0)
-            elif before is not None:  # else it is a copied optimizer's
+            elif before is not None:  # None: a copied optimizer, with a remainder of these values
                 state["remainder"].zero_()
         elif parameter.dtype == torch.float32:
             state["master"].copy_(parameter)
@@ -240,14 +244,15 @@ class PlainParameterWorker:
             storage.copy_changed_low(state["master"], materialize_lazy(parameter.detach()))
 
     def read(self, parameter: nn.Parameter, state: Options) -> Options:
-        """Return ``state`` as torch would have it: an unsharded master, float32 moments, a step of its own.
+        """Return ``state`` in torch's format: a full master, float32 moments, a step that is not shared.
 
-        The master only where it is more than the parameter. Tensors lie as the parameter does, as torch's updates want.
+        A float32 parameter has no master there. Tensors get the memory layout of the parameter, as torch's updates
+        need.
         """
         if not state:
             return {}
-        # First what was written into the parameter, as in a step: its master follows. Then a copy, since the state
-        # itself goes on as it is kept here.
+        # First update the master by writes into the parameter, as in a step; then copy, since the state here stays in
+        # use.
         self._follow(parameter, state)
         state = dict(state)
         state["step"] = state["step"].clone()  # its own memory, as torch's has
@@ -265,8 +270,8 @@ class PlainParameterWorker:
         return state
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> Options:
-        """Return the state that :meth:`read` gave, as it is kept here."""
-        self._lines.clear()  # else the moments of before stay until the next step
+        """Return the result of :meth:`read` converted to the format kept here."""
+        self._lines.clear()  # a line holds the former moments in memory until the next step
         if not state:
             return {}
         flat = torch.contiguous_format
@@ -317,5 +322,5 @@ def _check_dense(member: NumberedParameter) -> None:
 
 
 def _can_write_in_place(parameter: nn.Parameter) -> bool:
-    """Tell whether the update can write the parameter's own memory as the rounded copy of its master."""
+    """Return whether the launch can write the rounded master into the parameter's own memory."""
     return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()

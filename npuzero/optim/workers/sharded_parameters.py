@@ -1,4 +1,4 @@
-"""A fused rule over the shards of sharded models: moments by flat, step counts by slot, and the launches of a step."""
+"""Run a fused rule over the shards of sharded models: moments by flat parameter, step counts by slot, and launches."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from npuzero.shard.state.flat_parameter import FlatParameter
 from npuzero.shard.state.snapshot import Later, StateSnapshot
 from npuzero.shard.state.tiered_tensor import TieredTensor
 
-#: By id of a parameter its number in the optimizer, of which random bits depend, and its group.
+#: By id of a parameter: its number in the optimizer, which seeds random bits, and its group.
 Members = Mapping[int, tuple[int, Options]]
 
 
 class ShardedParameterWorker:
-    """Hold what an optimizer knows of sharded models.
+    """Update the shards of sharded models, and keep their moments and step counts.
 
     Args:
-        chosen: ``masters`` and ``moments`` if the user has said how they are kept; a model's plan must say the same.
+        chosen: ``masters`` and ``moments`` if the user has set them; a model's plan must have the same.
         seed: of stochastic rounding.
     """
 
@@ -44,10 +44,12 @@ class ShardedParameterWorker:
         self._seed = seed
         self._moments: weakref.WeakKeyDictionary[FlatParameter, ShardMoments] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[FlatParameter, list[int]] = weakref.WeakKeyDictionary()
-        # By id of a parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        # By id of the parameter. The device counts if it is capturable, or a loss scaler may skip its steps.
         self._taken = TakenSteps()
-        self._banks: weakref.WeakKeyDictionary[Engine, list[StateStore]] = weakref.WeakKeyDictionary()  # of far moments
-        self._begun: weakref.WeakKeyDictionary[Engine, OffloadedLaunch] = weakref.WeakKeyDictionary()  # inside backward
+        # offloaded moments
+        self._banks: weakref.WeakKeyDictionary[Engine, list[StateStore]] = weakref.WeakKeyDictionary()
+        # updates that started inside backward
+        self._begun: weakref.WeakKeyDictionary[Engine, OffloadedLaunch] = weakref.WeakKeyDictionary()
         self._lines: weakref.WeakKeyDictionary[Engine, tuple[tuple[list[FlatParameter], int], RuleLine]] = (
             weakref.WeakKeyDictionary()
         )
@@ -55,10 +57,11 @@ class ShardedParameterWorker:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def update(self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members) -> None:
-        """Update the members of one model: one launch for each chunk of its shards, laid end to end.
+        """Update the parameters of one model: one launch for each chunk of its shards, laid end to end.
 
-        Steps are counted once, before the chunks; a range has the same coefficients and random bits in whichever chunk
-        it is. What may fail for want of memory comes before anything is counted or updated.
+        Steps are counted once, before the chunks; a range has the same coefficients and random bits in any chunk.
+        Everything
+        that may run out of memory comes before the first count or update.
         """
         self._check_begun(optimizer, engine, members)
         groups: list[Options] = optimizer.param_groups
@@ -69,9 +72,9 @@ class ShardedParameterWorker:
                 anywhere and id(parameter) in members
                 for parameter, anywhere in zip(flat.parameters, engine.boundary.used(flat), strict=True)
             ]
-            if any(flags):  # also on a rank whose shard is all padding, so that every rank holds the same
+            if any(flags):  # also if this rank's shard is all padding: every rank must hold the same moments
                 used[flat] = flags
-        self._make(optimizer, engine, used, members)  # before anything is counted: there may be no room
+        self._make(optimizer, engine, used, members)  # may run out of memory: before anything is counted
         here: list[int] = []
         if counted:
             here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
@@ -101,8 +104,9 @@ class ShardedParameterWorker:
     def begin(
         self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members
     ) -> tuple[list[StateStore], OffloadedLaunch] | None:
-        """Return the banks and the launch of an update that begins before its step; None where there are no moments
-        yet, some parameters are not the optimizer's, or the device alone knows lr or step counts.
+        """Return the state stores and the launch of an update that starts before its step. None if moments are missing,
+        some
+        parameters are not the optimizer's, or only the device knows lr or step counts.
         """
         flats = engine.flats()
         complete = all(
@@ -117,15 +121,15 @@ class ShardedParameterWorker:
         return [*engine.far.updated, *self._banks.get(engine, ())], launch
 
     def _foreseen(self, engine: Engine, members: Members) -> dict[FlatParameter, list[ParameterRange]]:
-        """Return the ranges of what is far in the next step, if every parameter is used; nothing is counted."""
+        """Return the offloaded ranges of the next step if every parameter is used; count nothing."""
         used = {flat: [True] * len(flat.parameters) for flat in engine.flats() if flat.far}
         return self._ranges(used, members, False, None, lambda flat: list(self._steps_of(flat)))[1]
 
     def _check_begun(self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members) -> None:
-        """Raise where an update that has begun inside backward is not the one that the step would make.
+        """Check that an update that started inside backward equals the step's.
 
         Raises:
-            StateError: options, or the parameters in use, have changed since.
+            StateError: options, or the set of used parameters, have changed in between.
         """
         begun = engine.early.begun
         if not begun:
@@ -150,13 +154,14 @@ class ShardedParameterWorker:
         rows: CoefficientRows | None,
         steps_of: Callable[[FlatParameter], list[int]],
     ) -> tuple[list[ParameterRange], dict[FlatParameter, list[ParameterRange]]]:
-        """Return in order the ranges of what is near, on the line, and those of each flat that is far, on its shard:
-        this rank's part of each slot in ``used``, with this update's number, or its row.
+        """Return in order the ranges on the device, on the line, and by flat parameter the offloaded ranges, on its
+        shard. A
+        range is this rank's part of a slot in ``used``, with the number of this update or its row.
 
         Args:
-            counted: the device counts; else the host does, here.
-            rows: None where the host knows all step counts and lr.
-            steps_of: gives a flat's step counts, per slot, which this update counts in.
+            counted: whether the device counts steps; otherwise this call counts them on the host.
+            rows: None if the host knows all step counts and lr.
+            steps_of: gives the step counts of a flat parameter, per slot, which this call increments.
         """
         near: list[ParameterRange] = []
         far: dict[FlatParameter, list[ParameterRange]] = {}
@@ -173,7 +178,7 @@ class ShardedParameterWorker:
                     steps[i] += 1
                 count = self._taken.counts[id(parameter)] if counted else steps[i]
                 step, row = (steps[i], None) if rows is None else rows.row(group, count)
-                if flat.rests.tied:  # the same bits in both stages, whose optimizers have it at different places
+                if flat.rests.tied:  # both stages need the same bits, though their optimizers number it differently
                     number = zlib.crc32(flat.layout.slots[i].name.encode()) >> 1
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if own.start < own.stop:
@@ -186,7 +191,7 @@ class ShardedParameterWorker:
     def _update_far(
         self, engine: Engine, far: Mapping[FlatParameter, list[ParameterRange]], dynamic: Tensor | None
     ) -> None:
-        """Have the stream update what is far; all that may change before it is done is copied."""
+        """Queue the update of offloaded ranges; arguments that may change before it has run are copied."""
         if devices.get(engine.device).capturing():
             raise StateError(
                 "a step in the capture of a graph",
@@ -203,8 +208,9 @@ class ShardedParameterWorker:
         return OffloadedLaunch(self._rule, self._seed, far, list(self._rule.moments))
 
     def _line(self, engine: Engine, shards: list[FlatParameter]) -> RuleLine:
-        """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are, but for
-        absences.
+        """Return the line with the buffers on the device of ``shards``. It is made again if the shards change, or if
+        the model
+        was offloaded in between, which moves its buffers.
         """
         these = shards, engine.absence.times
         last, line = self._lines.get(engine, (None, None))
@@ -221,7 +227,7 @@ class ShardedParameterWorker:
         return line
 
     def _block_bytes(self, flat: FlatParameter) -> int:
-        """Return what MOMENT_BLOCK elements of masters and moments take."""
+        """Return the bytes of MOMENT_BLOCK elements of masters and moments."""
         masters = [flat.master] if flat.remainder is None else [flat.master, flat.remainder]
         stored = self._moments[flat].near.values()
         return sum(MOMENT_BLOCK * tensor.element_size() for tensor in masters) + sum(
@@ -231,9 +237,11 @@ class ShardedParameterWorker:
     # -- step counts -----------------------------------------------------------------------------------------------
 
     def _counted_on_device(self, groups: list[Options], engine: Engine, members: Members) -> bool:
-        """Tell whether the device counts the steps of a model: where an option asks for it,
-        or once a step may be skipped without the host's knowledge. It begins with what the host has counted.
+        """Return whether the device counts the steps of a model: if an option asks for it, or once a step may be
+        skipped without
+        the host knowing. The device continues the host's count.
         """
+        # The common case returns before the loop over parameters. A count stays on the device once it is there.
         asked = engine.boundary.skip is not None or any(group["capturable"] for group in groups)
         if not asked and not self._taken.counts:
             return False
@@ -248,28 +256,29 @@ class ShardedParameterWorker:
         return counted
 
     def _steps_of(self, flat: FlatParameter) -> list[int]:
-        """Return, per slot, how often it was updated, as far as the host has counted."""
+        """Return the number of updates per slot, as counted by the host."""
         return self._steps.setdefault(flat, [0] * len(flat.parameters))
 
     def _step_of(self, flat: FlatParameter, i: int) -> int:
-        """Return how often a slot was updated; waits for the device where that has counted."""
+        """Return the number of updates of a slot; synchronizes with the device if that counts."""
         count = self._taken.counts.get(id(flat.parameters[i]))
         return self._steps_of(flat)[i] if count is None else int(count.item())
 
     # -- states ----------------------------------------------------------------------------------------------------
 
     def kept(self, groups: list[Options]) -> tuple[str, ...]:
-        """Return the moments of a flat's parameters, of whatever groups they are."""
+        """Return the moments of a flat parameter in order: the union over all groups."""
         needed = {name for group in groups for name in self._rule.kept(group)}
         return tuple(name for name in self._rule.moments if name in needed)
 
     def _make(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flats: Iterable[FlatParameter], members: Container[int]
     ) -> None:
-        """Make the moments of ``flats``, where there are none yet; with a far flat's those of all that have members."""
+        """Create missing moments of ``flats``; if one is offloaded, for all offloaded flats with members."""
         missing = [flat for flat in flats if flat not in self._moments]
         if not missing:
             return
+        # One store per memory holds the moments of many flats, so all offloaded ones are created together.
         if any(flat.far for flat in missing):
             all_far = [flat for flat in engine.flats() if flat.far and any(id(p) in members for p in flat.parameters)]
             missing = list(dict.fromkeys([*missing, *(flat for flat in all_far if flat not in self._moments)]))
@@ -290,7 +299,7 @@ class ShardedParameterWorker:
             self._moments[flat] = ShardMoments(signs, near, spreads)
 
     def _check_precision(self, name: str, precision: Precision) -> None:
-        """Raise ConfigError where the plan does not keep masters and moments as the user has said."""
+        """Raise ConfigError if the plan's precision differs from the user's choice of masters and moments."""
         for part, chosen in self._chosen.items():
             if chosen not in (None, getattr(precision, part)):
                 raise ConfigError(
@@ -301,17 +310,17 @@ class ShardedParameterWorker:
                 )
 
     def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
-        """Return, for later, a range of a moment of all slots as float32; None where there is none."""
+        """Return a function that gives a range of a moment of all slots as float32; None if there is no such moment."""
         moments = self._moments.get(flat)
         return None if moments is None or name not in moments else moments.later(name, own, snapshot)
 
     def slot_state(self, flat: FlatParameter, i: int) -> Options:
-        """Return the step count and the flat's moments, what is near of them, if slot ``i`` was ever updated."""
+        """Return the step count and the flat's moments on the device; {} if slot ``i`` was never updated."""
         step = self._step_of(flat, i)
         return {"step": step, **self._moments[flat].near} if step else {}
 
     def write(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range of a moment, whole blocks but for its end."""
+        """Write a range of a moment: full blocks, except at its end."""
         self._moments[flat].write(name, own, values)
 
     def restore_steps(
@@ -321,7 +330,7 @@ class ShardedParameterWorker:
         flat: FlatParameter,
         states: Mapping[int, Mapping[str, Any]],
     ) -> Collection[str]:
-        """Replace the steps of some slots; return the names of the flat's moments, made if there is a state for any."""
+        """Replace the steps of some slots; return the names of the flat's moments, created if any slot has a state."""
         for i, state in states.items():
             self._steps_of(flat)[i] = int(state.get("step", 0))
             self._taken.forget(id(flat.parameters[i]))
@@ -331,5 +340,5 @@ class ShardedParameterWorker:
 
 
 def _any_lr_on_device(groups: Iterable[Options], device: torch.device) -> bool:
-    """Tell whether an lr is to be read on the device."""
+    """Return whether any lr must be read on the device."""
     return any(is_on_device(group["lr"], device) for group in groups)

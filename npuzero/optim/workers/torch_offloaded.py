@@ -1,4 +1,4 @@
-"""A far flat beside torch's optimizers: its masters and gradient on the host, all at once, where they update it."""
+"""Run torch optimizers over offloaded shards: masters and gradient of a flat parameter on the host, all at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from npuzero.shard.state.tiered_tensor import copy_rounded
 
 
 class HostOptimizerInputs:
-    """Keep for one flat, on the host, what an optimizer of torch's class is given.
+    """Hold the inputs of a torch optimizer for one flat parameter on the host.
 
     Attributes:
-        master: [n/S] float32; the masters, or where those are the parameters a copy of them.
+        master: [n/S] float32; the masters, or a copy of the parameters if those are the masters.
 
     Raises:
-        ConfigError: some of its states are to rest on a disk, or on the device; or updates are to be delayed.
+        ConfigError: some states are placed on NVMe or on the device, or the plan delays updates.
     """
 
     def __init__(self, engine: Engine, flat: FlatParameter) -> None:
@@ -44,7 +44,7 @@ class HostOptimizerInputs:
         self._flat = flat
         self._mover = engine.spaces.mover
         host = engine.spaces.host
-        self._here = flat.rests.parameters.memory is Memory.HOST  # so that nothing of them need come, or go
+        self._here = flat.rests.parameters.memory is Memory.HOST  # parameters on the host need no copy
         if flat.masters == "fp32":
             own = flat.own_parameters if self._here else host.allocate(rest.numel, flat.dtype, "buffers")
             self.master, self._low = engine.far.whole(flat), own
@@ -56,7 +56,7 @@ class HostOptimizerInputs:
             self._gradient = host.allocate(rest.numel, torch.float32, "buffers")
 
     def fetch(self) -> Tensor:
-        """Bring here what is not; return the gradient."""
+        """Copy gradient and masters to the host if needed; return the gradient."""
         self._mover.follow()
         if self._low is None and not self._here:
             self._mover.to_host(self.master, self._flat.own_parameters)
@@ -66,7 +66,7 @@ class HostOptimizerInputs:
         return self._flat.own_gradient if self._gradient is None else self._gradient
 
     def store(self) -> None:
-        """Bring the updated parameters to the device."""
+        """Copy the updated parameters to the device."""
         if self._low is not None:
             copy_rounded(self.master, self._low)
         if not self._here:

@@ -1,4 +1,4 @@
-"""torch's optimizers over shards: each rank has one of the class, whose parameters are its ranges of the masters."""
+"""Run torch optimizers over shards: each rank has an instance of the class over its ranges of the masters."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from npuzero.shard.state.snapshot import Later, StateSnapshot
 
 
 class TorchOptimizerWorker(OptimizerWorker):
-    """Have an optimizer of torch's update: plain parameters as they are, sharded ones by this rank's ranges.
+    """Update by a torch optimizer: plain parameters directly, sharded ones by this rank's ranges of the masters.
 
     Args:
-        optimizer_class: element-wise.
-        options: what it is made with.
+        optimizer_class: an element-wise class.
+        options: its keyword arguments.
 
     Raises:
-        ConfigError: no optimizer class.
+        ConfigError: it is no optimizer class.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], options: Options) -> None:
@@ -50,13 +50,13 @@ class TorchOptimizerWorker(OptimizerWorker):
         self._class = optimizer_class
         self._options = options
         self._inner: torch.optim.Optimizer | None = None
-        self._state: defaultdict[Any, Options] = defaultdict(dict)  # as torch's, by plain parameter and stand-in
-        self._members: dict[int, tuple[Options, list[Tensor]]] = {}  # by id of a group, and the group: stand-ins
-        self._aside: dict[FlatParameter, HostOptimizerInputs] = {}  # of far flats
+        self._state: defaultdict[Any, Options] = defaultdict(dict)  # as in torch, by plain parameter and stand-in
+        self._members: dict[int, tuple[Options, list[Tensor]]] = {}  # by id of a group: the group, and its stand-ins
+        self._aside: dict[FlatParameter, HostOptimizerInputs] = {}  # of offloaded flats
         self._stand_ins: dict[int, Tensor] = {}  # by id of a sharded parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
-        """Leave stand-ins out: they are ranges of a sharded model, of which there are no copies."""
+        """Leave stand-ins out: they are ranges of a sharded model, which cannot be copied."""
         return {**self.__dict__, "_stand_ins": {}, "_members": {}, "_aside": {}}
 
     def kind(self, name: str) -> str:
@@ -73,15 +73,15 @@ class TorchOptimizerWorker(OptimizerWorker):
         self.numbers |= check_elementwise(self._class, options, device)
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
-        """Update in one chunk: what the optimizer does, and in which order, is its own business."""
+        """Update all at once; the torch optimizer decides the order."""
         inner = self._made(optimizer)
-        # A skipped step must not count: torch's optimizers cannot be told on the device, so the host waits.
+        # A skipped step must not count. torch's optimizers cannot skip on the device, so the host waits.
         ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
             engine.boundary.apply_scale()
         far = [flat for engine in ready for flat in engine.flats() if flat in self._aside]
         gradients = {flat: self._aside[flat].fetch() for flat in far}
-        # Of all engines, also those that are not ready: a gradient left from the last step would be taken again.
+        # Of all engines, ready or not: otherwise the last step's gradient would be used again.
         for engine in split_by_engine(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):
@@ -102,8 +102,9 @@ class TorchOptimizerWorker(OptimizerWorker):
                     flat.refresh_low()
 
     def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that does the work: ``optimizer`` itself where it is of the class, else one that is made
-        when it is needed, since ``zero()`` may come after ``optimizer``.
+        """Return the optimizer that updates: ``optimizer`` itself if it is of the class, else an inner one. The inner
+        one is
+        created at first use, since ``zero()`` may be called after ``optimizer`` is built.
         """
         members = [self._members_of(group) for group in optimizer.param_groups]
         if isinstance(optimizer, self._class):
@@ -120,8 +121,9 @@ class TorchOptimizerWorker(OptimizerWorker):
 
     @contextlib.contextmanager
     def _standing_in(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
-        """Have ``inner`` see stand-ins and their states, in the very groups of ``optimizer``: what it writes into a
-        group of its own keys, such as a count of steps, lasts as in torch.
+        """Give ``inner`` the groups of ``optimizer`` with stand-ins as parameters, and their states. Keys that it
+        writes into a
+        group, such as a step count, persist as in torch.
         """
         groups, state = optimizer.param_groups, inner.state
         parameters = [group["params"] for group in groups]
@@ -136,7 +138,7 @@ class TorchOptimizerWorker(OptimizerWorker):
                 group["params"] = those
 
     def _members_of(self, group: Options) -> list[Tensor]:
-        """Return what stands in for the parameters of ``group``, made once; a sharded model's frozen ones have none."""
+        """Return the stand-ins of a group's parameters, cached. Frozen parameters of a sharded model have none."""
         if id(group) not in self._members:
             members: list[Tensor] = []
             for parameter in group["params"]:
@@ -161,7 +163,7 @@ class TorchOptimizerWorker(OptimizerWorker):
         return self._aside[flat].master
 
     def tensors_of(self, flats: Iterable[FlatParameter]) -> list[Tensor]:
-        """Return the states of ``flats`` that torch's optimizer has made."""
+        """Return the states of ``flats`` that the torch optimizer has created."""
         slots = [self.slot_state(flat, i) for flat in flats for i in flat.slots]
         return [value for state in slots for value in state.values() if isinstance(value, Tensor)]
 
@@ -174,7 +176,7 @@ class TorchOptimizerWorker(OptimizerWorker):
         names: set[str] = set()
         for group in groups:
             found = state_names(self._class, self._options | _arguments(self._class, group), saved)
-            if found is None:  # nobody can say
+            if found is None:  # the names are unknown
                 return saved
             kept, goes_on = found
             if not goes_on:
@@ -243,31 +245,31 @@ class TorchOptimizerWorker(OptimizerWorker):
 
 
 def _arguments(cls: type[torch.optim.Optimizer], group: Options) -> Options:
-    """Return what of ``group`` is a keyword argument of ``cls``."""
+    """Return the entries of ``group`` that are keyword arguments of ``cls``."""
     arguments = inspect.signature(cls).parameters.keys() - {"params"}
     return {key: value for key, value in group.items() if key in arguments}
 
 
 def _step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:
-    """Return the step of a class without torch's hooks around it, which run around the step of the whole."""
+    """Return the step of a class without torch's hooks, which already run around the outer optimizer's step."""
     step: Callable[..., object] = inspect.unwrap(cls.step, stop=lambda step: not hasattr(step, "hooked"))
     return step
 
 
 def _is_shard_of_slot(value: object, flat: FlatParameter, i: int) -> TypeGuard[Tensor]:
-    """Tell whether ``value`` is this rank's part of a tensor shaped like slot ``i``."""
+    """Return whether ``value`` is this rank's part of a tensor shaped like slot ``i``."""
     own = flat.own_slots[i]
     return isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim() > 0
 
 
 def _intersect_slices(own: slice, mine: slice) -> tuple[slice, slice]:
-    """Return what two ranges of a shard have in common, as a slice of each."""
+    """Return the overlap of two ranges of a shard, as a slice of each."""
     begin, end = intersect_ranges((own.start, own.stop), (mine.start, mine.stop))
     return slice(begin - own.start, end - own.start), slice(begin - mine.start, end - mine.start)
 
 
 def _check_fp32_precision(precision: Precision) -> None:
-    """Raise ConfigError where masters or moments are kept as torch's optimizers cannot take them."""
+    """Raise ConfigError if masters or moments are stored in a format that torch's optimizers cannot use."""
     for name in ("masters", "moments"):
         if getattr(precision, name) != "fp32":
             raise ConfigError(

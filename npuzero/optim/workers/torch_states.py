@@ -1,6 +1,4 @@
-"""States of optimizers in torch's shape, unsharded tensors by parameter number: gathered from ranks,
-and taken apart.
-"""
+"""Gather optimizer states into torch's format, full tensors by parameter number, and shard them again."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from npuzero.shard.offload.delayed_update import LAGGING, warn_of_delay
 from npuzero.shard.state.flat_parameter import AHEAD, FlatParameter, snapshot_masters
 from npuzero.shard.state.snapshot import NOW
 
-#: Which rules keep states of these names: saved states do not say of which class they are.
+#: The rule that keeps states of these names; saved states do not name their class.
 _RULES = {
     frozenset({"exp_avg", "exp_avg_sq"}): "Adam or AdamW",
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): "Adam or AdamW with amsgrad",
@@ -34,19 +32,19 @@ _RULES = {
     frozenset({"square_avg"}): "RMSprop",
     frozenset({"sum"}): "Adagrad",
 }
-#: Names that say nothing of the rule: a count of steps, masters, and what delayed plans add.
+#: Names that do not identify a rule: step counts, masters, and the states of delayed plans.
 _OF_ALL_RULES = frozenset({"step", "master", AHEAD, LAGGING})
 
 
 def numbered_parameters(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
-    """Yield every parameter with its group, in the order that numbers them."""
+    """Yield every parameter with its group, in the order of their numbers."""
     for group in groups:
         for parameter in group["params"]:
             yield group, parameter
 
 
 class PlainParameterStates(defaultdict[Any, Options]):
-    """Hold states by plain parameter, as ``torch.optim.Optimizer.state``; refuse those of a sharded one."""
+    """Store states by plain parameter, as ``torch.optim.Optimizer.state``; refuse a sharded parameter."""
 
     def __init__(self) -> None:
         super().__init__(dict)
@@ -55,10 +53,10 @@ class PlainParameterStates(defaultdict[Any, Options]):
         return type(self), (), None, None, iter(self.items())
 
     def __missing__(self, parameter: Any) -> Options:
-        """Begin the state of a plain parameter.
+        """Create the state of a plain parameter.
 
         Raises:
-            StateError: the parameter is of a sharded model, of which this rank keeps a part of the state.
+            StateError: the parameter belongs to a sharded model, and this rank has only a part of its state.
         """
         if isinstance(parameter, nn.Parameter) and engine_behind(parameter) is not None:
             raise StateError(
@@ -71,7 +69,7 @@ class PlainParameterStates(defaultdict[Any, Options]):
 
 
 def pack_state_dict(state: Mapping[Any, Options], groups: list[Options]) -> Options:
-    """Return in the shape of a state dict what an optimizer of torch's keeps by parameter."""
+    """Return the states of a torch optimizer, kept by parameter, in the format of a state dict."""
     held = {
         number: state[parameter]
         for number, (_, parameter) in enumerate(numbered_parameters(groups))
@@ -84,7 +82,7 @@ def pack_state_dict(state: Mapping[Any, Options], groups: list[Options]) -> Opti
 def unshard_state_dict(
     worker: OptimizerWorker, optimizer: torch.optim.Optimizer, engines: list[Engine], plain: list[nn.Parameter]
 ) -> Options:
-    """Return what ``torch.optim.Optimizer.state_dict`` of a plain model would. Collective over each of ``engines``."""
+    """Return the ``state_dict`` that torch has for the unsharded model. Collective over each engine."""
     groups = optimizer.param_groups
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(numbered_parameters(groups))}
     state: dict[int, Options] = {
@@ -92,6 +90,7 @@ def unshard_state_dict(
     }
     for engine in engines:
         engine.values.check_here()
+        # Every rank must gather every flat, also with no parameter of this optimizer in it: gathers are collective.
         for flat in engine.flats():
             for i, gathered in enumerate(gather_slot_states(worker, engine, flat)):
                 if gathered and id(flat.parameters[i]) in numbers:
@@ -104,7 +103,8 @@ def unshard_state_dict(
 
 
 def gather_slot_states(worker: OptimizerWorker, engine: Engine, flat: FlatParameter) -> list[Options]:
-    """Put together, per slot of ``flat``, its full state from what the ranks say they have. Collective."""
+    """Gather the full state of each slot of ``flat`` from all ranks. Collective."""
+    # A rank may hold no part of a slot, so names come from all ranks, sorted: gathers need the same order everywhere.
     said = cast(list[list[Options]], engine.world.exchange([describe_slot_state(worker, flat, i) for i in flat.slots]))
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
     if engine.lag.pending:
@@ -124,25 +124,24 @@ def gather_slot_states(worker: OptimizerWorker, engine: Engine, flat: FlatParame
 
 
 def describe_slot_state(worker: OptimizerWorker, flat: FlatParameter, i: int) -> dict[str, float | None]:
-    """Tell a slot's state as text can carry it: numbers, and None for each tensor of the parameter's shape."""
+    """Return a slot's state as text can carry it: numbers, and None for each tensor of the parameter's shape."""
     state = {name: value for name, value in worker.slot_state(flat, i).items() if value is not None}
     return {k: None if isinstance(v, Tensor) and v.dim() else float(v) for k, v in state.items()}
 
 
 def load_pending_masters(engine: Engine, flat: FlatParameter, i: int, ahead: Tensor) -> None:
-    """Take this rank's part of slot ``i``'s masters after the update that was pending; without lag they count at
-    once.
-    """
+    """Load this rank's part of slot ``i``'s masters after the pending update; without lag they apply at once."""
     take = engine.lag.take if engine.lag else FlatParameter.write_master
     take(flat, flat.own_slots[i], ahead)
 
 
 def load_state_dict_shards(worker: OptimizerWorker, optimizer: torch.optim.Optimizer, state_dict: Options) -> None:
-    """Take a state in torch's shape, unsharded tensors by parameter number: this rank's part of each.
+    """Load this rank's part of a state in torch's format, full tensors by parameter number.
 
     Raises:
-        CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
+        CheckpointError: it is no state dict, or its groups, tensors or shapes differ.
     """
+    # All checks that need no tensor come first, so that a bad state raises before anything is replaced.
     groups = optimizer.param_groups
     check_state_dict(state_dict, groups)
     for owner in split_by_engine(parameter for _, parameter in numbered_parameters(groups))[0]:
@@ -181,16 +180,16 @@ def load_state_dict_shards(worker: OptimizerWorker, optimizer: torch.optim.Optim
 def check_rule(
     worker: OptimizerWorker, optimizer: torch.optim.Optimizer, saved: Collection[str], groups: Sequence[Options]
 ) -> None:
-    """Warn on rank 0 where a state that is about to be loaded is of another rule than the optimizer's.
+    """Warn on rank 0 if the state to be loaded is of another rule than the optimizer's.
 
-    torch loads it without a word: a moment of the same name is taken as it is, and others are dropped.
+    torch loads it silently: a moment of the same name is used as it is, and all others are dropped.
 
     Args:
-        saved: the names that the state of any parameter has.
-        groups: the saved options of each group, which replace those of the optimizer.
+        saved: the state names that any parameter has.
+        groups: the saved options of each group, which replace the optimizer's.
 
     Raises:
-        CheckpointError: the optimizer's rule cannot go on from such a state.
+        CheckpointError: the optimizer's rule cannot continue from such a state.
     """
     theirs = frozenset(saved) - _OF_ALL_RULES
     if not theirs:  # no step was saved
@@ -214,7 +213,7 @@ def check_rule(
 
 
 def shard_slot_state(flat: FlatParameter, i: int, state: Mapping[str, Any], numbers: frozenset[str]) -> Options:
-    """Return this rank's part of the state of slot ``i``, whose tensors are unsharded; ``numbers`` stay as they are."""
+    """Return this rank's part of the state of slot ``i``, given full tensors; ``numbers`` are not cut."""
     parameter, portion = flat.parameters[i], flat.portions[i]
 
     def own(whole: Tensor) -> Tensor:
@@ -226,7 +225,7 @@ def shard_slot_state(flat: FlatParameter, i: int, state: Mapping[str, Any], numb
 
 
 def check_state_dict(state_dict: object, groups: list[Options]) -> None:
-    """Raise CheckpointError where ``state_dict`` is no state of an optimizer with such groups."""
+    """Raise CheckpointError if ``state_dict`` is no state of an optimizer with these groups."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             "optimizer state",
@@ -245,7 +244,7 @@ def check_state_dict(state_dict: object, groups: list[Options]) -> None:
 
 
 def check_parameter_state(number: int, parameter: nn.Parameter, state: object, needs: tuple[str, ...]) -> None:
-    """Raise CheckpointError where ``state`` is not one of such a parameter, or lacks one of the names ``needs``."""
+    """Raise CheckpointError if ``state`` does not fit the parameter, or lacks one of the names ``needs``."""
     subject = f"optimizer state {number}"
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -264,7 +263,7 @@ def check_parameter_state(number: int, parameter: nn.Parameter, state: object, n
 
 
 def check_state_names(subject: str, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
-    """Raise CheckpointError where ``state`` lacks one of the names ``needs``."""
+    """Raise CheckpointError if ``state`` lacks one of the names ``needs``."""
     if any(name not in state for name in needs):
         raise CheckpointError(
             subject,

@@ -1,4 +1,4 @@
-"""What an optimizer says of the rules it updates by, for all ranks to compare in each step's vote."""
+"""Digest the update rules of an optimizer, for the ranks to compare in each step's vote."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Options = dict[str, Any]
 
 
 class VotingOptimizer(Protocol):
-    """Name what :class:`VoteTerms` asks of an optimizer."""
+    """Define the optimizer attributes that :class:`VoteTerms` reads."""
 
     param_groups: list[Options]
     defaults: Options
 
     @property
     def kind(self) -> str:
-        """Return its class, as an error names it."""
+        """Return the class name as errors show it."""
 
     @property
     def constants(self) -> Words:
-        """Return what else random bits depend on."""
+        """Return further values that random bits depend on."""
 
 
 class _KnownGroup:
-    """Remember a group of which ``members`` are of the model, and what was last said of its ``values``."""
+    """Remember one group: its ``members`` in the model, and the ``values`` of its options at the last digest."""
 
     def __init__(self, members: dict[str, int], constants: str, values: int) -> None:
         self.members = members
@@ -47,7 +47,7 @@ class _KnownGroup:
         for i, value in enumerate(values):
             if value is not self.values[i]:
                 self._numbers[i] = _option_number(value)
-                # A tensor may change and stay the same object.
+                # A tensor may change in place.
                 self.values[i] = _NOTHING if isinstance(value, Tensor) else value
         self.digest = hash((self._base, *self._numbers))
 
@@ -58,8 +58,8 @@ _NOTHING = object()
 class VoteTerms:
     """Digest the rules of one optimizer for the parameters of one model.
 
-    Asked in each step, so what has not changed costs a comparison. They outlive the optimizer, as it was last: when one
-    is collected differs between ranks.
+    Asked in each step, so unchanged options cost one comparison. The terms outlive the optimizer with its last options,
+    since ranks collect it at different times.
     """
 
     def __init__(self, optimizer: VotingOptimizer, engine: Engine) -> None:
@@ -84,7 +84,7 @@ class VoteTerms:
         self.members = frozenset(members)
 
     def digest(self) -> int:
-        """Return a number that is the same on ranks with the same rules, in whatever order they list groups."""
+        """Return a number that is equal on ranks with the same rules, in any order of groups."""
         total = 0
         for group, known in zip(self._present(), self._known, strict=False):
             if known.members:
@@ -115,7 +115,7 @@ class VoteTerms:
 
 
 def _option_number(value: Any) -> float:
-    """Return a number that stands for an option, the same in every process: Python's own hash of a text is not."""
+    """Return a number for an option, equal in every process, unlike Python's hash of a text."""
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value  # type: ignore[no-any-return]
@@ -123,9 +123,7 @@ def _option_number(value: Any) -> float:
 
 
 def _option_value(value: Any) -> Any:
-    """Return an option as the ranks can exchange it; None for what they cannot compare, or only by waiting for a
-    device.
-    """
+    """Return an option in a form that ranks can exchange. None if it cannot be compared, or only by a device sync."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     if isinstance(value, (list, tuple)):
