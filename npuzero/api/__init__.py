@@ -1,7 +1,7 @@
 """The public functions of npuzero, assembled from all other packages. No other package imports every part.
 
-In: a model, a plan, a mesh. Out: the sharded model, its optimizers, reports and exports.
-Read ``model`` (``init``, ``zero``, ``predict``), ``gradients`` (clipping and norms) and ``pipeline`` first.
+In: a model, a plan, a mesh. Out: the sharded model, its optimizers, reports and exports. Read ``model`` (``init``,
+``zero``, ``predict``), ``gradients`` (clipping and norms) and ``pipeline`` first.
 """
 
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms, skip_nonfinite_

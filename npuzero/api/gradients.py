@@ -22,17 +22,14 @@ def clip_grad_norm_(
     """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     The norm is over the averaged gradients of all ranks, each element once. If it covers all gradients of the model,
-    the
-    optimizer's update applies the scale. Collective: call it on every rank, with the same parameters. With a loss
-    scaler,
-    call ``unscale_`` first. Over a pipeline the norm covers the arguments of all stages and is the same on every rank,
-    including those of a frozen stage.
+    the optimizer's update applies the scale. Collective: call it on every rank, with the same parameters. With a loss
+    scaler, call ``unscale_`` first. Over a pipeline the norm covers the arguments of all stages and is the same on
+    every rank, including those of a frozen stage.
 
     Args:
         model: made by :func:`zero`; or exactly the parameters to measure and clip, of a part of a model or of several
             models. A parameter that is given twice counts twice, as in torch. Plain tensors among them must have the
-            same
-            gradients on every rank.
+            same gradients on every rank.
         max_norm: positive.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
         error_if_nonfinite: raise if the norm is inf or NaN.
@@ -58,8 +55,8 @@ def clip_grad_norm_(
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
     """Clip every element of the gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
 
-    It applies to the averaged gradients of all ranks. Collective: call it on every rank. With a loss
-    scaler, call ``unscale_`` first.
+    It applies to the averaged gradients of all ranks. Collective: call it on every rank. With a loss scaler, call
+    ``unscale_`` first.
 
     Args:
         model: made by :func:`zero`; or parameters, as for :func:`clip_grad_norm_`.
@@ -83,17 +80,14 @@ def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
     """Skip the next optimizer step if any gradient of these parameters, on any rank, is inf or NaN.
 
     For float32 and bfloat16, which have no loss scale to skip steps: DeepSpeed's ``check_grad_overflow``, and
-    InternEvo's
-    step. A skipped step leaves parameters, masters, moments and step counts as they are, and the host does not wait, as
-    under :class:`npuzero.LossScaler`, which checks gradients itself. :class:`npuzero.FiniteGuard` raises instead. Over
-    a
-    pipeline all stages skip the step. Collective: call it on every rank, after the step's last backward and before
-    :func:`clip_grad_value_`.
+    InternEvo's step. A skipped step leaves parameters, masters, moments and step counts as they are, and the host does
+    not wait, as under :class:`npuzero.LossScaler`, which checks gradients itself. :class:`npuzero.FiniteGuard` raises
+    instead. Over a pipeline all stages skip the step. Collective: call it on every rank, after the step's last backward
+    and before :func:`clip_grad_value_`.
 
     Args:
         model: made by :func:`zero`; or the parameters to check, of one or several such models. An optimizer that has
-            any
-            of them skips its step for all of its parameters.
+            any of them skips its step for all of its parameters.
 
     Returns:
         () bool on the device, the same on every rank: whether the step is skipped.
@@ -116,9 +110,8 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
     """Measure the gradient norm of each parameter over all ranks, by one collective; the same floats on every rank.
 
     The gradients are the ones that the optimizer would see now: averaged over the ranks, and clipped if clipping was
-    called
-    before. Synchronizes with the device. Collective: call it on every rank. Over a pipeline it measures all stages, and
-    every rank gets the names of all.
+    called before. Synchronizes with the device. Collective: call it on every rank. Over a pipeline it measures all
+    stages, and every rank gets the names of all.
 
     Args:
         model: made by :func:`zero`, or the parameters of one to measure.
@@ -126,8 +119,7 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
 
     Returns:
         Norms by parameter name (the first name of a tied parameter), rounded to float32. Parameters without a gradient
-        on
-        any rank are left out.
+        on any rank are left out.
 
     Raises:
         StateError: the model is not sharded.
@@ -151,8 +143,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     It equals ``parameter.grad`` in plain torch with the data of all ranks: averaged, and clipped if clipping was called
     before. If each rank keeps the full gradient (``zero0``, or a single rank), ``parameter.grad`` can be read as well
     once the ranks have summed it: after this call, clipping, :func:`grad_norms` or the step, until ``zero_grad()``.
-    Over a
-    pipeline each rank asks for a parameter of its own stage.
+    Over a pipeline each rank asks for a parameter of its own stage.
 
     Returns:
         A float32 copy in the parameter's shape; None where no rank has a gradient.

@@ -238,8 +238,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     For methods other than ``forward`` that use parameters directly, such as ``encode(x)`` with ``x @ self.projection``;
     a method that only calls modules does not need it. All ranks call it together, as a forward. It unshards the
-    parameters
-    of ``module`` and of the units around it; units inside are unsharded when they are called.
+    parameters of ``module`` and of the units around it; units inside are unsharded when they are called.
 
     Args:
         module: a model made by :func:`zero`, or a module inside.
@@ -280,15 +279,13 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
     """Unshard all parameters inside the block, to be read and written, on every rank. Collective.
 
     Writes to parameters inside the block persist under every plan: shards and masters follow. All ranks must write the
-    same
-    values. Without ``write`` this holds for writes that torch sees: in-place operations, also through ``p.data`` and
-    ``p.detach()``.
+    same values. Without ``write`` this holds for writes that torch sees: in-place operations, also through ``p.data``
+    and ``p.detach()``.
 
     Args:
         model: made by :func:`zero`.
         write: compare the values themselves, so that writes past torch (through ``p.numpy()``, by another library)
-            persist
-            as well; this reads all parameters twice.
+            persist as well; this reads all parameters twice.
 
     Raises:
         StateError: on every rank, at the end of the block: the ranks wrote different values.
@@ -341,8 +338,7 @@ def apply_pending(model: nn.Module) -> None:
     """Apply the pending update of a plan with ``lag=1`` now, instead of in the next ``step()``. Collective.
 
     Call it when training ends, and before parameters are written. Under other plans, and if no update is pending, it
-    does
-    nothing.
+    does nothing.
 
     Raises:
         NpuZeroError: the update has failed.

@@ -49,8 +49,8 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     """Cut ``model`` into stages over the pipe axis of ``mesh``, and shard each stage over its ranks.
 
     A step is ``pipe.step(inputs, target=...)``, which runs forward and backward of all micro-batches. Optimizer,
-    clipping
-    and checkpoints work as for any model of :func:`npuzero.zero`. Parameters keep their names in the full model.
+    clipping and checkpoints work as for any model of :func:`npuzero.zero`. Parameters keep their names in the full
+    model.
 
     Args:
         model: the full model, the same on every rank, on the device or on meta. A rank drops the blocks of other
@@ -58,17 +58,15 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         mesh: of all ranks, see :func:`npuzero.mesh`.
         stage, plan, precision, local_size, offload, unit_plans, weights, initialize, buffers, settings: as for
             :func:`npuzero.zero`, within the ranks of each stage. With a preset, gathered parameters stay unsharded
-            until
-            the step (``Plan.between``) if the training state then takes at most half of the device's memory; a
+            until the step (``Plan.between``) if the training state then takes at most half of the device's memory; a
             :class:`Plan` is followed as it is.
         schedule: ``gpipe``, ``1f1b``, ``interleaved`` (with ``chunks``) or ``zero-bubble``.
         micro_batches: the number of micro-batches that each batch is cut into.
         chunks: stages of each rank; stage s is on pipe rank s % ranks.
         loss_fn: called with the model's output for a micro-batch, and its targets; returns their mean. None: the
-            model's
-            own loss (labels in its keyword arguments), or the output of the last block.
-        blocks: modules or their names, each called with the output of the previous one; a list among them stands for its
-            children. None: the children of an nn.Sequential, or the blocks that a transformers model declares.
+            model's own loss (labels in its keyword arguments), or the output of the last block.
+        blocks: modules or their names, each called with the output of the previous one; a list among them stands for
+            its children. None: the children of an nn.Sequential, or the blocks that a transformers model declares.
         split: the number of blocks of each stage, or the name of its first block; None balances by compute.
 
     Raises:

@@ -28,8 +28,7 @@ class AdamRule(UpdateRule):
     Args:
         optimizer_class: the torch class that checks options.
         bias_correction: False uses moments without correction. As torch lacks this option, groups have it only where it
-            is
-            False, and otherwise equal torch's groups.
+            is False, and otherwise equal torch's groups.
         always: see :class:`UpdateRule`.
     """
 
@@ -122,8 +121,7 @@ def _make_adamw_rule(bias_correction: bool) -> AdamRule:
 @refuse_unknown_keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam`` by one fused launch for a model's shards or all plain parameters; see
-    :class:`AdamW`.
-    Weight decay is L2, added to the gradient, as with DeepSpeed's ``adam_w_mode: false``.
+    :class:`AdamW`. Weight decay is L2, added to the gradient, as with DeepSpeed's ``adam_w_mode: false``.
 
     Example::
 
@@ -176,18 +174,16 @@ class AdamW(Adam):
 
     Over a model made by :func:`npuzero.zero` the plan shards moments and masters. Over plain parameters it is a drop-in
     with torch's ``state_dict`` (and a ``master`` of each 16-bit parameter), and one launch updates all of them. A
-    program
-    may write into plain parameters between steps; parameters with masters must not be written in place through
-    ``p.data``,
-    which torch does not track.
+    program may write into plain parameters between steps; parameters with masters must not be written in place through
+    ``p.data``, which torch does not track.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``. An lr that is a tensor on
             the parameters' device is read there, never by the host.
         capturable: as in torch: steps are counted on the device, so that a graph can capture :meth:`step` after one
-            step
-            outside the capture. A replay continues the count, and sees a new lr if lr is a tensor on the device.
-        bias_correction: of all groups; False leaves moments uncorrected, so small in the first steps, like BERT's optimizer and the option of this name in apex and DeepSpeed.
+            step outside the capture. A replay continues the count, and sees a new lr if lr is a tensor on the device.
+        bias_correction: of all groups; False leaves moments uncorrected, so small in the first steps, like BERT's
+            optimizer and the option of this name in apex and DeepSpeed.
         masters: for plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, which stores only the 16 bits
             that the parameter lacks, with the same results; ``"none"``, no master, with stochastic rounding. All other
             parameters have fp32 masters.
@@ -195,15 +191,13 @@ class AdamW(Adam):
             For a model with a plan, the plan's precision decides masters and moments.
         seed: of stochastic rounding, combined with the step and the parameter's place among ``params``.
         early: if states are offloaded, their update begins inside backward, as soon as gradients are summed; the bits
-            are
-            the same. Then nothing may change gradients or options between a step's last backward and :meth:`step`:
+            are the same. Then nothing may change gradients or options between a step's last backward and :meth:`step`:
             clipping, a loss scaler and a FiniteGuard raise ConfigError under every plan; another pass,
-            :meth:`zero_grad`
-            or a read of parameters before the step raises a StateError. True takes the pass as a step's last by the
-            largest number of passes in any step so far; a number, such as ``early=4``, takes the fourth; a pass within
-            ``no_sync()`` never counts as the last. A step of fewer passes, and the first one, are updated in
-            :meth:`step`,
-            as is everything if lr is a tensor, ``capturable`` is set or ``Settings(overlap=False)``.
+            :meth:`zero_grad` or a read of parameters before the step raises a StateError. True takes the pass as a
+            step's last by the largest number of passes in any step so far; a number, such as ``early=4``, takes the
+            fourth; a pass within ``no_sync()`` never counts as the last. A step of fewer passes, and the first one, are
+            updated in :meth:`step`, as is everything if lr is a tensor, ``capturable`` is set or
+            ``Settings(overlap=False)``.
         fused: the update always is; True makes torch.amp.GradScaler decide on the device, as for torch's.
         foreach: accepted for compatibility.
         differentiable: must be False.

@@ -33,7 +33,7 @@ from npuzero.shard.state.snapshot import Later, StateSnapshot
 class ZeroOptimizer(torch.optim.Optimizer):
     """Run any element-wise torch optimizer over a sharded model: each rank updates its shard of the masters.
 
-    Plain parameters are passed to the optimizer unchanged. It may be built before or after ``npuzero.zero()``;
+    Plain parameters are passed to the torch optimizer unchanged. Build it before or after ``npuzero.zero()``;
     param_groups, LR schedulers, closures and hooks work as in torch.
 
     Args:
@@ -197,8 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return torch's state dict of the unsharded model: full tensors by parameter number.
 
         Tensors of sharded parameters are on the CPU. Collective where the model is sharded: call it on every rank.
-        While an
-        update of a delayed plan is pending, each state also has ``ahead``: the parameter after that update.
+        While an update of a delayed plan is pending, each state also has ``ahead``: the parameter after that update.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -233,8 +232,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def cut_buffer(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later:
         """Return a function that gives a range of this rank's shard of the tensors ``name`` of all slots, as float32.
-        It may
-        copy; the memory and dtype of the stored state do not matter.
+        It may copy; the memory and dtype of the stored state do not matter.
         """
         if name == LAGGING:
             behind = snapshot.copied(flat.own_parameters[own])
@@ -262,8 +260,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def write_cut_buffer(self, flat: FlatParameter, name: str, own: slice, values: Tensor) -> None:
         """Write a range of the result of :meth:`cut_buffer`. It starts on a multiple of MOMENT_BLOCK elements, and ends
-        on one
-        or at the end of the shard.
+        on one or at the end of the shard.
         """
         if name != LAGGING:
             self._worker.write(flat, name, own, values)
@@ -306,7 +303,8 @@ def shard_in_place(
 ) -> ZeroOptimizer:
     """Make ``optimizer`` update shards from now on, keeping its groups, defaults, hooks and attributes.
 
-    As with FSDP2's ``fully_shard``, the object gets a new class of the same name: a subclass of ``base`` and of its class. So every reference to the optimizer stays valid.
+    As with FSDP2's ``fully_shard``, the object gets a new class of the same name: a subclass of ``base`` and of its
+    class. So every reference to the optimizer stays valid.
 
     Args:
         optimizer: a torch optimizer over parameters of sharded models. Its state moves to ``worker``.
@@ -315,8 +313,7 @@ def shard_in_place(
 
     Raises:
         ConfigError: ``worker`` refuses an option, a parameter or the class, or the program has replaced a method on
-            this
-            object.
+            this object.
         CheckpointError: the state does not belong to these parameters. In either case the optimizer is unchanged.
     """
     cls, before = type(optimizer), {**vars(optimizer)}

@@ -77,8 +77,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
 
     Raises:
         ConfigError: keys that npuzero cannot follow, each with an alternative; no configuration; ``model_parameters``
-            or
-            ``lr_scheduler`` without an optimizer; a schedule over another optimizer.
+            or ``lr_scheduler`` without an optimizer; a schedule over another optimizer.
 
     Example::
 
@@ -156,8 +155,7 @@ def _move_model(model: nn.Module, world: World, recipe: EngineRecipe) -> None:
     """Move the model to this rank's device, unless a parameter is on meta, and convert parameters and buffers.
 
     Converting first makes master weights start from the 16-bit values, as in DeepSpeed. Under :func:`npuzero.zero`
-    alone
-    they start from the unconverted values.
+    alone they start from the unconverted values.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(world.device)

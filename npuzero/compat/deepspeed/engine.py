@@ -144,16 +144,14 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
         """End a micro-batch; at the last one of a step clip, update, and step the schedule. Collective.
 
         In dtypes with a loss scale or ``check_grad_overflow``, every rank skips an update with gradients that are inf
-        or NaN,
-        and the schedule stays where it is.
+        or NaN, and the schedule stays where it is.
 
         Args:
             lr_kwargs: for the schedule's ``step``.
 
         Raises:
             StateError: the engine has no optimizer; the call is inside :meth:`no_sync`; or there was no backward pass
-                since
-                the last update.
+                since the last update.
             NonFiniteError: gradients overflow at the least loss scale.
         """
         self._check_optimizer("engine.step")
@@ -173,8 +171,7 @@ class DeepSpeedEngine(nn.Module, EngineFacts, EngineCheckpoints):
 
     def get_global_grad_norm(self) -> float | None:
         """Return the global norm of the gradients of the last update, before clipping. None before the first update, or
-        if
-        ``compute_grad_norm`` is false.
+        if ``compute_grad_norm`` is false.
         """
         return None if self._norm is None else float(self._norm)
 

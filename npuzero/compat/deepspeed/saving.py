@@ -65,8 +65,7 @@ class EngineCheckpoints:
             save_dir: a folder that all ranks share.
             tag: the same on every rank; None means ``global_step<n>``.
             client_state: numbers, texts, tensors and containers of them; rank 0's are saved. NumPy's numbers are loaded
-                as
-                Python's, a ``defaultdict`` and an ``argparse.Namespace`` as dicts.
+                as Python's, a ``defaultdict`` and an ``argparse.Namespace`` as dicts.
             save_latest: whether a load without a tag takes this one.
 
         Returns:

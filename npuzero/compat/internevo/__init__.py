@@ -6,10 +6,8 @@
     model, optimizer, beta2_scheduler, lr_scheduler, mesh = internevo.initialize(model, config)
 
 ``evaluate`` reads the file without running it, ``keys`` and ``noted`` have a rule for each key, ``settle`` resolves
-keys
-that depend on each other, and ``configuration`` builds mesh, plan, settings and optimizer. ``optimizer`` has
-InternEvo's
-interface. Read ``start``, ``configuration`` and ``keys`` first.
+keys that depend on each other, and ``configuration`` builds mesh, plan, settings and optimizer. ``optimizer`` has
+InternEvo's interface. Read ``start``, ``configuration`` and ``keys`` first.
 """
 
 from npuzero.compat.internevo.configuration import Configuration, explain, load

@@ -252,8 +252,7 @@ def load(source: Source) -> Configuration:
 
     Raises:
         ConfigError: the file needs to be run to be read (with its line); or keys that npuzero cannot follow, each with
-            an
-            alternative.
+            an alternative.
 
     Example::
 

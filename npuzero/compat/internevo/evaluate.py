@@ -43,8 +43,7 @@ def evaluate(path: str | Path) -> EvaluatedFile:
     """Evaluate the configuration at ``path`` without running it.
 
     Bases, ``with read_base(): from configs._base_.x import *``, are evaluated as well: from the file of that name under
-    the
-    configuration's folder, one of its parents, or the current folder.
+    the configuration's folder, one of its parents, or the current folder.
 
     Raises:
         ConfigError: there is no such file, it is no Python, or it needs to be run; ``error.subject`` is file and line.

@@ -70,8 +70,7 @@ def initialize(
 
     Raises:
         ConfigError: a key is refused, a size does not divide the ranks, or :func:`npuzero.zero` or another of these
-            calls
-            refuses an argument.
+            calls refuses an argument.
 
     Example::
 

@@ -10,8 +10,7 @@ To add a rule, following Adam's (``adam.py``):
 * export its name in ``optim/__init__.py``, ``api/__init__.py`` and ``npuzero/__init__.py``.
 
 Everything else is shared: low-precision masters and moments, chunks, step counts on the host or the device, loss
-scaling,
-captured graphs, states in torch's shape, checkpoints, and the ranks' agreement on options.
+scaling, captured graphs, states in torch's shape, checkpoints, and the ranks' agreement on options.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ class TakenSteps:
     """Count on the device the updates of each parameter.
 
     Parameters that were always updated together share one count. It is incremented in place at a fixed address, so that
-    a
-    captured graph continues to count.
+    a captured graph continues to count.
 
     Attributes:
         counts: the count of each parameter by its key, () float on the device.

@@ -14,9 +14,8 @@ class FiniteGuard:
     """Stop at an output, a loss or a gradient that is inf or NaN, and name the unit and parameter where it began.
 
     As long as all values are finite it costs one read of each unit's output, and of the gradients unless they are
-    clipped;
-    the host does not wait for the device. A bad step changes neither parameters nor states; then the next forward,
-    :meth:`look`, or the end of the block raises on every rank, with the same text.
+    clipped; the host does not wait for the device. A bad step changes neither parameters nor states; then the next
+    forward, :meth:`look`, or the end of the block raises on every rank, with the same text.
 
     Args:
         model: made by :func:`npuzero.zero`.

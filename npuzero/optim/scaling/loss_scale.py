@@ -14,14 +14,12 @@ class LossScale:
 
     The rule is torch's (``torch.amp.GradScaler``) with Megatron-LM's hysteresis, between a floor and a ceiling. An
     overflow ends the window. Overflows are counted since the scale last grew; from the ``hysteresis``-th on, each
-    multiplies
-    the scale by ``backoff_factor``, down to ``floor``. ``growth_interval`` steps without an overflow multiply it by
-    ``growth_factor``, up to ``ceiling``, if the result is finite.
+    multiplies the scale by ``backoff_factor``, down to ``floor``. ``growth_interval`` steps without an overflow
+    multiply it by ``growth_factor``, up to ``ceiling``, if the result is finite.
 
     With two more options it is DeepSpeed's rule (0.19.8, ``runtime/fp16/loss_scaler.py``, ``DynamicLossScaler``): the
-    first
-    ``growth_delay`` steps of a window do not count (DeepSpeed: one), and with ``consecutive_hysteresis`` overflows are
-    counted since the last step without one, instead of since the last growth.
+    first ``growth_delay`` steps of a window do not count (DeepSpeed: one), and with ``consecutive_hysteresis``
+    overflows are counted since the last step without one, instead of since the last growth.
 
     Args:
         device: of the tensors.

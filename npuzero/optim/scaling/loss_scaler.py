@@ -38,13 +38,10 @@ class LossScaler:
     It replaces ``torch.amp.GradScaler``, which cannot read sharded gradients.
 
     All ranks decide the same: a gradient that is inf or NaN on any rank skips the step on all, and parameters, masters
-    and
-    moments stay as they are. Over a sharded model, :class:`npuzero.AdamW` and ``Adam`` never make the host wait: the
-    device
-    alone knows whether a step was taken and how many were (for the bias correction). The same holds over plain
-    parameters
-    with ``fused=True`` or ``capturable=True``, and for torch's optimizers with these options. All other optimizers wait
-    for the decision, as under torch's scaler.
+    and moments stay as they are. Over a sharded model, :class:`npuzero.AdamW` and ``Adam`` never make the host wait:
+    the device alone knows whether a step was taken and how many were (for the bias correction). The same holds over
+    plain parameters with ``fused=True`` or ``capturable=True``, and for torch's optimizers with these options. All
+    other optimizers wait for the decision, as under torch's scaler.
 
     Over a pipeline each rank makes an equal scaler: the last stage scales its loss, every other method is called on all
     ranks, and an overflow in one stage skips the step of all.
@@ -62,8 +59,7 @@ class LossScaler:
         floor, ceiling: bounds of the scale. A static scale equals both: ``LossScaler(init_scale=128.0, floor=128.0,
             ceiling=128.0)`` still skips steps that overflow.
         consecutive_hysteresis: count overflows since the last step without one instead, so that only ``hysteresis`` in
-            a
-            row, and each further one, lower the scale. DeepSpeed's key of this name.
+            a row, and each further one, lower the scale. DeepSpeed's key of this name.
         growth_delay: steps without an overflow, at the start and after each overflow, that do not count towards growth;
             DeepSpeed's scale (0.19.8, ``runtime/fp16/loss_scaler.py``) grows with 1.
 

@@ -83,8 +83,7 @@ class OptimizerWorker(ABC):
     @abstractmethod
     def later(self, flat: FlatParameter, name: str, own: slice, snapshot: StateSnapshot) -> Later | None:
         """Return a function that gives a range of this rank's shard of the tensors ``name`` of all slots, as float32.
-        It may
-        copy; None if there is no such tensor.
+        It may copy; None if there is no such tensor.
         """
 
     @abstractmethod

@@ -33,9 +33,8 @@ class PlainParameterWorker:
     """Update plain parameters, and keep the data that the optimizer's ``state`` does not have.
 
     ``state`` uses torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, since
-    torch
-    would update it in place with every operation rounded; for bfloat16 ``masters`` may choose a ``remainder`` or none.
-    When a program writes into such a parameter, its master follows.
+    torch would update it in place with every operation rounded; for bfloat16 ``masters`` may choose a ``remainder`` or
+    none. When a program writes into such a parameter, its master follows.
 
     Args:
         masters, moments, seed: as for :class:`npuzero.AdamW`.

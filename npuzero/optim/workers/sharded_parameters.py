@@ -60,8 +60,7 @@ class ShardedParameterWorker:
         """Update the parameters of one model: one launch for each chunk of its shards, laid end to end.
 
         Steps are counted once, before the chunks; a range has the same coefficients and random bits in any chunk.
-        Everything
-        that may run out of memory comes before the first count or update.
+        Everything that may run out of memory comes before the first count or update.
         """
         self._check_begun(optimizer, engine, members)
         groups: list[Options] = optimizer.param_groups
@@ -105,8 +104,7 @@ class ShardedParameterWorker:
         self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members
     ) -> tuple[list[StateStore], OffloadedLaunch] | None:
         """Return the state stores and the launch of an update that starts before its step. None if moments are missing,
-        some
-        parameters are not the optimizer's, or only the device knows lr or step counts.
+        some parameters are not the optimizer's, or only the device knows lr or step counts.
         """
         flats = engine.flats()
         complete = all(
@@ -155,8 +153,7 @@ class ShardedParameterWorker:
         steps_of: Callable[[FlatParameter], list[int]],
     ) -> tuple[list[ParameterRange], dict[FlatParameter, list[ParameterRange]]]:
         """Return in order the ranges on the device, on the line, and by flat parameter the offloaded ranges, on its
-        shard. A
-        range is this rank's part of a slot in ``used``, with the number of this update or its row.
+        shard. A range is this rank's part of a slot in ``used``, with the number of this update or its row.
 
         Args:
             counted: whether the device counts steps; otherwise this call counts them on the host.
@@ -209,8 +206,7 @@ class ShardedParameterWorker:
 
     def _line(self, engine: Engine, shards: list[FlatParameter]) -> RuleLine:
         """Return the line with the buffers on the device of ``shards``. It is made again if the shards change, or if
-        the model
-        was offloaded in between, which moves its buffers.
+        the model was offloaded in between, which moves its buffers.
         """
         these = shards, engine.absence.times
         last, line = self._lines.get(engine, (None, None))
@@ -238,8 +234,7 @@ class ShardedParameterWorker:
 
     def _counted_on_device(self, groups: list[Options], engine: Engine, members: Members) -> bool:
         """Return whether the device counts the steps of a model: if an option asks for it, or once a step may be
-        skipped without
-        the host knowing. The device continues the host's count.
+        skipped without the host knowing. The device continues the host's count.
         """
         # The common case returns before the loop over parameters. A count stays on the device once it is there.
         asked = engine.boundary.skip is not None or any(group["capturable"] for group in groups)

@@ -103,8 +103,7 @@ class TorchOptimizerWorker(OptimizerWorker):
 
     def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that updates: ``optimizer`` itself if it is of the class, else an inner one. The inner
-        one is
-        created at first use, since ``zero()`` may be called after ``optimizer`` is built.
+        one is created at first use, since ``zero()`` may be called after ``optimizer`` is built.
         """
         members = [self._members_of(group) for group in optimizer.param_groups]
         if isinstance(optimizer, self._class):
@@ -122,8 +121,7 @@ class TorchOptimizerWorker(OptimizerWorker):
     @contextlib.contextmanager
     def _standing_in(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
         """Give ``inner`` the groups of ``optimizer`` with stand-ins as parameters, and their states. Keys that it
-        writes into a
-        group, such as a step count, persist as in torch.
+        writes into a group, such as a step count, persist as in torch.
         """
         groups, state = optimizer.param_groups, inner.state
         parameters = [group["params"] for group in groups]

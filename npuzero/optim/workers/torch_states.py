@@ -141,7 +141,7 @@ def load_state_dict_shards(worker: OptimizerWorker, optimizer: torch.optim.Optim
     Raises:
         CheckpointError: it is no state dict, or its groups, tensors or shapes differ.
     """
-    # All checks that need no tensor come first, so that a bad state raises before anything is replaced.
+    # Structure, groups and rule are checked before the first write; shapes are checked in the loop, one by one.
     groups = optimizer.param_groups
     check_state_dict(state_dict, groups)
     for owner in split_by_engine(parameter for _, parameter in numbered_parameters(groups))[0]:

@@ -59,7 +59,7 @@ class VoteTerms:
     """Digest the rules of one optimizer for the parameters of one model.
 
     Asked in each step, so unchanged options cost one comparison. The terms outlive the optimizer with its last options,
-    since ranks collect it at different times.
+    since ranks garbage-collect it at different times.
     """
 
     def __init__(self, optimizer: VotingOptimizer, engine: Engine) -> None:

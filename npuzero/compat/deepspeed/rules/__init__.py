@@ -1,7 +1,7 @@
 """The rules of DeepSpeed's configuration keys, as of version 0.19.8.
 
-In: nothing but literals. Out: ``RULES``, one ``KeyRule`` for each key, which ``translate_configuration`` reads.
-Read ``training`` (batch, precision, optimizer, schedule), ``zero`` (sharding and offload), then ``tools`` (the rest).
+In: nothing but literals. Out: ``RULES``, one ``KeyRule`` for each key, which ``translate_configuration`` reads. Read
+``training`` (batch, precision, optimizer, schedule), ``zero`` (sharding and offload), then ``tools`` (the rest).
 """
 
 from npuzero.compat.deepspeed.rules.tools import TOOLS
