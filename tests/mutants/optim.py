@@ -423,8 +423,8 @@ MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "an optimizer whose learning rate begins at zero is not looked at",
         "optim/workers/check_elementwise.py",
-        'trial["lr"] = 0.1  # by',
-        "pass  # by",
+        'trial["lr"] = 0.1  # with',
+        "pass  # with",
         ("world/test_elementwise.py::test_a_learning_rate_of_zero_hides_nothing",),
     ),
     # Lion
