@@ -130,13 +130,13 @@ __all__ = [
 ]
 
 
-#: What is imported when it is first asked for: programs that only train do without.
+#: Imported on first access: programs that only train do not need them.
 _LATER = {"advise": "npuzero.planner.advice", "initialize": "npuzero.compat.deepspeed"}
 
-if not TYPE_CHECKING:  # which would take any name for one of these
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
     def __getattr__(name: str) -> Any:
-        """Return what brings a part of the package with it that most programs do without."""
+        """Return an attribute whose module imports parts of the package that most programs do not need."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -1,4 +1,4 @@
-"""``python -m npuzero``: the command line."""
+"""Run the command line: ``python -m npuzero``."""
 
 import sys
 

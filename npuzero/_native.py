@@ -1,6 +1,6 @@
-"""The only importer of npuzero._C: tensors become views, streams become integers, nothing else crosses.
+"""The only importer of npuzero._C. Tensors become views, streams become integers; nothing else crosses.
 
-torch is imported first, so that _C finds torch's libgomp already loaded and shares its pool of threads.
+torch is imported first, so that _C finds torch's libgomp already loaded and shares its thread pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES: dict[torch.dtype, int] = {
 DEVICES: dict[str, int] = {"cpu": 0, "cuda": 1, "npu": 2}
 BACKENDS = ("native", "reference")
 
-# One function per op, and what the build holds.
+# One function per op, and descriptions of the build.
 cast, flat_adam, flat_lion, norm, pack = _C.cast, _C.flat_adam, _C.flat_lion, _C.norm, _C.pack
 quantize, dequantize_sum = _C.quantize, _C.dequantize_sum
 message_bytes, overlap = _C.message_bytes, _C.overlap
@@ -56,31 +56,31 @@ npu_library, npu_launches = _C.npu_kernels, _C.npu_launches
 NORM_BLOCK: int = _C.norm_block()
 # Collectives between the ranks of one host; npuzero.comm.backends.shared_memory is their Python side.
 comm: Any = _C.comm
-# Host memory whose pages come and go; npuzero.memory.space is its Python side.
+# Host memory with pages that are committed and released; npuzero.memory.space is its Python side.
 host: Any = _C.host
-# Bytes in files without names, on disks; npuzero.memory.file is its Python side.
+# Bytes in unnamed files on disks; npuzero.memory.file is its Python side.
 io: Any = _C.io
 
 
 def tensor_view(tensor: torch.Tensor) -> _C.View:
-    """Return pointer, count, dtype and device of a contiguous tensor, which the caller keeps alive.
+    """Return pointer, count, dtype and device of a contiguous tensor. The caller must keep the tensor alive.
 
     Raises:
-        KernelUnavailable: the tensor is on a device that no kernel of any build can reach.
+        KernelUnavailable: the tensor is on a device that no build has kernels for.
     """
     return _C.View(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], device_kind(tensor.device))
 
 
 def optional_view(tensor: torch.Tensor | None) -> _C.View | None:
-    """Return ``tensor_view``, or None for None."""
+    """Return ``tensor_view(tensor)``, or None for None."""
     return None if tensor is None else tensor_view(tensor)
 
 
 def device_kind(device: torch.device) -> int:
-    """Return the integer under which C++ knows the device.
+    """Return the integer that identifies the device in C++.
 
     Raises:
-        KernelUnavailable: C++ does not know it.
+        KernelUnavailable: the device type is unknown to C++.
     """
     kind = DEVICES.get(device.type)
     if kind is None:
@@ -99,12 +99,12 @@ def current_stream_handle(device: torch.device) -> int:
 
 
 def backend() -> str:
-    """Name who runs the ops: ``"native"`` kernels, or the ``"reference"`` that NPUZERO_BACKEND=reference forces."""
+    """Return the backend that runs the ops: ``"native"`` kernels, or ``"reference"`` if NPUZERO_BACKEND=reference."""
     return _backend
 
 
 def use_backend(name: str) -> None:
-    """Do at run time what NPUZERO_BACKEND does at import.
+    """Set the backend at run time, as NPUZERO_BACKEND does at import.
 
     Raises:
         ConfigError: no such backend.
@@ -116,9 +116,9 @@ def use_backend(name: str) -> None:
 
 
 def openmp_libraries() -> list[str]:
-    """Return the paths of the OpenMP runtimes in this process; empty where the system does not tell (not Linux).
+    """Return the paths of the OpenMP runtimes in this process; empty if unknown (not Linux).
 
-    One is right: it has the one pool of threads that torch and the kernels share. Two compete for the same cores.
+    One is correct: torch and the kernels share its thread pool. Two compete for the same cores.
     """
     try:
         lines = MAPS.read_text().splitlines()

@@ -1,6 +1,6 @@
-"""The door of accelerate: an Accelerator that shards what it prepares.
+"""Integration with accelerate: an Accelerator that shards the models it prepares.
 
-Needs the package accelerate, which nothing else here imports.
+Needs the package accelerate, which no other module of npuzero imports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
 
 __all__ = ["ZeroAccelerator"]
 
-#: What accelerate has of its own for what npuzero does: arguments, and what they come to.
+#: accelerate's own options for sharding, as argument names and as distributed types.
 _PLUGINS = (
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -40,17 +40,17 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGA
 
 
 class ZeroAccelerator(Accelerator):
-    """Be accelerate's Accelerator, and shard the models that it prepares.
+    """Extend accelerate's Accelerator to shard the models that it prepares.
 
-    A script changes the line that makes its accelerator; ``accelerate launch``, torchrun and python start it as ever.
-    ``prepare`` shards a model in place (there is no wrapper), and has its optimizer update the shards, in place, too:
-    groups, attributes and schedulers stay the program's. Mixed precision is accelerate's autocast over float32
-    parameters; ``"fp16"`` scales the loss by :class:`npuzero.LossScaler`, on CPU ranks, too. ``accumulate`` sends
-    nothing between steps where the plan keeps gradients unsharded.
+    A script changes only the line that creates its accelerator; ``accelerate launch``, torchrun and python start it as
+    before. ``prepare`` shards a model in place (there is no wrapper), and makes its optimizer update the shards, also
+    in place: parameter groups, attributes and schedulers stay the program's. Mixed precision is accelerate's autocast
+    over float32 parameters; ``"fp16"`` scales the loss by :class:`npuzero.LossScaler`, also on CPU ranks.
+    ``accumulate`` skips communication between steps if the plan keeps gradients unsharded.
 
-    What gathers is collective: ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` are called on
-    every rank, and so is ``clip_grad_norm_``. What ``save_state`` leaves goes on under
-    any plan and number of ranks.
+    Methods that gather are collective: call ``get_state_dict``, ``save_model``, ``save_state``, ``load_state`` and
+    ``clip_grad_norm_`` on every rank. A state written by ``save_state`` can be loaded under any plan and number of
+    ranks.
 
     Args:
         zero: keyword arguments of :func:`npuzero.zero` for each model, such as ``{"stage": 2, "offload": "host"}``;
@@ -58,8 +58,8 @@ class ZeroAccelerator(Accelerator):
         args, kwargs: accelerate's own.
 
     Raises:
-        ConfigError: accelerate is to shard by something else as well (DeepSpeed, FSDP, Megatron-LM, tensor or context
-            parallelism), or computes in fp8.
+        ConfigError: accelerate is configured for another kind of sharding (DeepSpeed, FSDP, Megatron-LM, tensor or
+            context parallelism), or for fp8.
 
     Example::
 
@@ -73,7 +73,7 @@ class ZeroAccelerator(Accelerator):
         accelerator.save_model(model, "weights")
     """
 
-    # accelerate's own.
+    # Attributes of accelerate's Accelerator.
     _models: list[nn.Module]
     _optimizers: list[Any]
 
@@ -82,7 +82,7 @@ class ZeroAccelerator(Accelerator):
         asked = [name for name in _PLUGINS if kwargs.get(name) is not None]
         if not asked:
             super().__init__(*args, **kwargs)
-            # `accelerate launch` may ask for them, too, by the environment.
+            # `accelerate launch` may also request them through the environment.
             asked = [self.distributed_type.value] if self.distributed_type in _OTHERS else []
             asked += ["parallelism_config"] if self.parallelism_config is not None else []
             asked += ["fp8"] if self.fp8_enabled else []
@@ -101,10 +101,10 @@ class ZeroAccelerator(Accelerator):
             self.native_amp = True
             self.scaler = LossScaler(**asdict(self.scaler_handler or GradScalerKwargs()))
 
-    # -- what prepare() does ---------------------------------------------------------------------------------------
+    # -- prepare -------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models first, whatever their place among ``args``: optimizers have to see them sharded."""
+        """Prepare models first, independent of their position in ``args``: optimizers must see sharded parameters."""
         for each in args:
             if isinstance(each, nn.Module):
                 self._shard(each)
@@ -113,21 +113,21 @@ class ZeroAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model that is to train; one for evaluation alone stays as it is, whole on each rank."""
+        """Shard a model for training. A model for evaluation only stays unsharded on each rank."""
         if not evaluation_mode:
             self._shard(model)
         sharded = adopt.is_sharded(model)
-        # Its mode of evaluation is all that there is beside DistributedDataParallel.
+        # evaluation_mode=True skips DistributedDataParallel, and nothing else.
         return super().prepare_model(model, device_placement, evaluation_mode=evaluation_mode or sharded)
 
     def _shard(self, model: nn.Module) -> None:
-        # An earlier prepare() for evaluation may have marked it, and compiled or wrapped it.
+        # An earlier prepare() for evaluation may have marked, compiled or wrapped it.
         adopt.shard_framework_model(self._inside(model), self.device, self._zero)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """Have ``optimizer`` update shards, where its parameters are sharded."""
+        """Make ``optimizer`` update shards if its parameters are sharded."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.has_sharded_parameters(
             adopt.get_optimizer_parameters(optimizer)
         ):
@@ -140,7 +140,7 @@ class ZeroAccelerator(Accelerator):
         """Prepare a scheduler.
 
         Raises:
-            ConfigError: its optimizer is over a sharded model, and was not prepared.
+            ConfigError: its optimizer has sharded parameters and was not prepared.
         """
         adopt.check_scheduler(scheduler)
         return super().prepare_scheduler(scheduler)
@@ -149,17 +149,17 @@ class ZeroAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Send nothing inside, where the plan keeps gradients unsharded; the sums are the same anyway."""
+        """Skip communication inside the block if the plan keeps gradients unsharded; the sums do not change."""
         model = self._inside(model)
         with adopt.accumulate_gradients_locally(model) if adopt.is_sharded(model) else super().no_sync(model):
             yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Refuse uneven inputs of sharded models: all ranks run the same units.
+        """Refuse uneven inputs for sharded models: all ranks must run the same units.
 
         Raises:
-            ConfigError: any of ``joinables`` is sharded, and ``even_batches`` is not True.
+            ConfigError: one of ``joinables`` is sharded, and ``even_batches`` is not True.
         """
         if not any(map(adopt.is_sharded, joinables)):
             with super().join_uneven_inputs(joinables, even_batches=even_batches):
@@ -193,10 +193,10 @@ class ZeroAccelerator(Accelerator):
         self.unscale_gradients()
         clip_grad_value_(given, clip_value)
 
-    # -- what is saved ---------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the unsharded state dict on rank 0, and {} on the others. Collective for a sharded model."""
+        """Return the unsharded state dict on rank 0, and {} on the other ranks. Collective for a sharded model."""
         inside = self._inside(model)
         if adopt.is_sharded(inside):
             return full_state_dict(inside)
@@ -209,9 +209,9 @@ class ZeroAccelerator(Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the unsharded weights, as :func:`npuzero.export`: a piece at a time. Collective for a sharded model.
+        """Write the unsharded weights with :func:`npuzero.export`, a piece at a time. Collective for a sharded model.
 
-        Without ``safe_serialization``, which pickles, rank 0 has all of them in memory.
+        Without ``safe_serialization`` (pickle), rank 0 holds all weights in memory.
         """
         inside = self._inside(model)
         if adopt.is_sharded(inside) and safe_serialization:
@@ -222,8 +222,9 @@ class ZeroAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Save as accelerate does, and each sharded model with its optimizer in a checkpoint of npuzero's, in the same
-        folder, which any plan on any number of ranks can load. Collective.
+        """Save as accelerate does, with a checkpoint of npuzero for each sharded model and its optimizer. Collective.
+
+        The checkpoint is in the same folder, and loads under any plan on any number of ranks.
         """
         with self._sharded_aside("_save_model_state_pre_hook", adopt.save_adopted):
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
@@ -234,7 +235,7 @@ class ZeroAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Go on from what :meth:`save_state` left, on any number of ranks. Collective."""
+        """Resume from a state written by :meth:`save_state`, on any number of ranks. Collective."""
         with self._sharded_aside("_load_model_state_pre_hook", adopt.load_adopted):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -242,11 +243,11 @@ class ZeroAccelerator(Accelerator):
     def _sharded_aside(
         self, hooks: str, act: Callable[[Path, nn.Module, torch.optim.Optimizer | None], object]
     ) -> Iterator[None]:
-        """Leave accelerate what is not sharded; ``act`` has the rest, where accelerate calls the user's ``hooks``."""
+        """Hold sharded models back from accelerate; call ``act`` for each where it calls the user's ``hooks``."""
         models, optimizers, users = self._models, self._optimizers, getattr(self, hooks)
         sharded = [model for model in map(self._inside, models) if adopt.is_sharded(model)]
         paired = [(model, [each for each in optimizers if _updates_model(each, model)]) for model in sharded]
-        # An optimizer that shares its model with others is saved as torch's are: it gathers its state.
+        # If several optimizers share a model, each is saved as accelerate saves torch's: it gathers its state.
         pairs = [(model, its[0] if len(its) == 1 else None) for model, its in paired]
 
         def hook(_: Any, *weights_and_folder: Any) -> None:
@@ -266,17 +267,17 @@ class ZeroAccelerator(Accelerator):
             setattr(self, hooks, users)
 
     def _inside(self, model: nn.Module) -> nn.Module:
-        """Return the module that was prepared, which :func:`npuzero.zero` knows."""
+        """Return the module that was prepared, as passed to :func:`npuzero.zero`."""
         return self.unwrap_model(model, keep_torch_compile=False)
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Be accelerate's wrapper, for an optimizer whose scaler decides on the device whether a step counts."""
+    """Wrap an optimizer whose loss scaler decides on the device whether to skip a step."""
 
     _skipped_before = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step where gradients are synchronized. Collective."""
+        """Step if gradients are synchronized. Collective."""
         if self.scaler is None or not self.gradient_state.sync_gradients:
             super().step(closure)
             return
@@ -286,7 +287,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Tell whether the last step found gradients that are inf or NaN; waits for the device."""
+        """Return whether the last step found inf or NaN gradients. Waits for the device."""
         return self.scaler is not None and self.scaler.skipped > self._skipped_before
 
 

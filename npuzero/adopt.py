@@ -1,7 +1,7 @@
-"""Adoption: what a framework hands over (a model, its optimizer, its schedulers) becomes npuzero's.
+"""Adoption of framework objects: shard a model in place, and its optimizer and schedulers with it.
 
-The doors of accelerate, transformers and Lightning are built of it. A framework makes these objects by the user's own
-lines, of torch's classes, and holds on to them: so a model is sharded in place, and so is what its optimizer updates.
+The integrations with accelerate, transformers and Lightning use it. There the user creates model and optimizer from
+torch's classes and the framework keeps references to them, so they must be changed in place.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from npuzero.shard.parameters.across_stages import exchange_or_raise
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: The folder for checkpoints of sharded models, within what a framework saves.
+#: The folder of npuzero's checkpoints inside a checkpoint of the framework.
 FOLDER = "npuzero"
 
 
 def package_missing_error(door: str, package: str, error: ImportError) -> PackageMissing:
-    """Return the error that ``package``, behind ``door``, cannot be imported."""
+    """Return the error for an integration (``door``) whose ``package`` cannot be imported."""
     return PackageMissing(
         door,
         expected=f"the package {package}",
@@ -46,17 +46,17 @@ def package_missing_error(door: str, package: str, error: ImportError) -> Packag
 
 
 def shard_framework_model(model: Model, device: torch.device, options: Mapping[str, Any]) -> Model:
-    """Shard ``model`` as :func:`npuzero.zero` does, over the ranks that the framework has started; once.
+    """Shard ``model`` with :func:`npuzero.zero` over the ranks that the framework has started. Idempotent.
 
     Args:
-        model: anywhere; it is moved to ``device`` first, but for what is on meta. One that :func:`npuzero.zero` has
-            seen, or that has no parameters, is left as it is.
-        device: of this rank.
-        options: keyword arguments of :func:`npuzero.zero`. Buffers are rank 0's, as DistributedDataParallel has it,
-            unless these say otherwise.
+        model: on any device; it is moved to ``device`` first, unless any of its tensors is on meta. A model that
+            :func:`npuzero.zero` has returned, or that has no parameters, is returned unchanged.
+        device: this rank's device.
+        options: keyword arguments of :func:`npuzero.zero`. By default buffers are broadcast from rank 0, as
+            DistributedDataParallel does.
 
     Raises:
-        ConfigError: a part of it is sharded by itself, or ``options`` that :func:`npuzero.zero` refuses.
+        ConfigError: a part of the model is already sharded separately, or :func:`npuzero.zero` refuses ``options``.
     """
     if is_sharded(model) or next(model.parameters(), None) is None:
         return model
@@ -74,12 +74,12 @@ def shard_framework_model(model: Model, device: torch.device, options: Mapping[s
 
 
 def is_sharded(model: object) -> bool:
-    """Tell whether ``model`` is one that :func:`npuzero.zero` returned."""
+    """Return whether ``model`` was returned by :func:`npuzero.zero`."""
     return getattr(model, "_npuzero", None) is not None
 
 
 def gathers_parameters(model: nn.Module) -> bool:
-    """Tell whether a forward of ``model`` gathers parameters from other ranks, so that every rank must run as many."""
+    """Return whether forward of ``model`` all-gathers parameters, so that every rank must run it equally often."""
     if not is_sharded(model):
         return False
     engine = engine_of(model)
@@ -87,22 +87,22 @@ def gathers_parameters(model: nn.Module) -> bool:
 
 
 def has_sharded_parameters(parameters: Iterable[nn.Parameter]) -> bool:
-    """Tell whether any of ``parameters`` is of a sharded model."""
+    """Return whether any of ``parameters`` belongs to a sharded model."""
     return bool(split_by_engine(parameters)[0])
 
 
 def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Have ``optimizer`` update the shards of its parameters, in place.
+    """Make ``optimizer`` update the shards of its parameters, in place.
 
-    torch's AdamW and Adam update as npuzero's do; any other class that is element-wise updates each rank's shards.
-    Groups, ``defaults``, hooks and attributes stay the program's, the very objects, and the state goes on.
+    torch's AdamW and Adam update as npuzero's do. Any other element-wise class updates each rank's shards. Groups,
+    ``defaults``, hooks and attributes remain the same objects, and existing state is kept.
 
     Returns:
-        ``optimizer``; as it was, where it is npuzero's or none of its parameters is sharded.
+        ``optimizer``; unchanged if it is npuzero's or none of its parameters is sharded.
 
     Raises:
-        ConfigError: it is not element-wise, cannot be made again from its options, or has methods that the program
-            has replaced.
+        ConfigError: it is not element-wise, cannot be rebuilt from its options, or the program has replaced its
+            methods.
     """
     if isinstance(optimizer, ZeroOptimizer) or not has_sharded_parameters(get_optimizer_parameters(optimizer)):
         return optimizer
@@ -118,12 +118,12 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Check that somebody follows what a scheduler, or those it is made of, writes.
+    """Check that a scheduler's optimizer, and those of the schedulers inside it, update the sharded model.
 
     Raises:
-        ConfigError: its optimizer is over a sharded model, and was not adopted.
+        ConfigError: its optimizer has sharded parameters and was not adopted.
     """
-    for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or a ChainedScheduler
+    for part in getattr(scheduler, "_schedulers", ()):  # in a SequentialLR or a ChainedScheduler
         check_scheduler(part)
     seen = getattr(scheduler, "optimizer", None)
     optimizer = getattr(seen, "optimizer", seen)  # frameworks wrap optimizers
@@ -143,9 +143,9 @@ def check_scheduler(scheduler: Any) -> None:
 
 @contextlib.contextmanager
 def accumulate_gradients_locally(model: nn.Module) -> Iterator[None]:
-    """Let the backward passes inside add up on each rank alone where the plan keeps gradients unsharded anyway.
+    """Add up gradients on each rank without communication inside the block, if the plan keeps them unsharded.
 
-    Where it shards them each is reduced as it comes, as ever: gradients are never larger than the plan says.
+    If the plan shards gradients, each is still reduced in its backward: gradients never exceed the memory of the plan.
     """
     engine = engine_of(model)
     sharded = any(flat.plan.gradients.axes for flat in engine.flats())
@@ -154,13 +154,13 @@ def accumulate_gradients_locally(model: nn.Module) -> Iterator[None]:
 
 
 def save_adopted(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Write a checkpoint into ``folder``, and remove the one that was there once it is complete. Collective.
+    """Write a checkpoint into ``folder``, and remove the previous one once the new one is complete. Collective.
 
-    Frameworks write to one place again and again; :func:`npuzero.checkpoint.save` never writes over a step.
+    Frameworks overwrite one path repeatedly; :func:`npuzero.checkpoint.save` never overwrites a step.
     """
     world, number, problem = engine_of(model).mesh.world, 0, None
     try:
-        last = checkpoint.latest(folder) if world.rank == 0 else None  # others may not see it yet
+        last = checkpoint.latest(folder) if world.rank == 0 else None  # remaining ranks may not see it yet
         number = 0 if last is None else int(last.name.rpartition("-")[2]) + 1
     except Exception as error:
         problem = error
@@ -169,19 +169,19 @@ def save_adopted(folder: Path, model: nn.Module, optimizer: Optimizer | None) ->
 
 
 def load_adopted(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Go on from what :func:`save_adopted` wrote; random numbers are the framework's business. Collective."""
+    """Load a checkpoint of :func:`save_adopted`, without random states, which the framework restores. Collective."""
     checkpoint.load(folder, model, optimizer, rng=False)
 
 
 class _IdleScheduler(LRScheduler):
-    """Have torch tell an optimizer's schedulers of its steps, as it has when one is made, and change nothing."""
+    """Make torch count an optimizer's steps, as it does for every scheduler, and change nothing."""
 
     def step(self, epoch: int | None = None) -> None:
         """Do nothing."""
 
 
 def _build_torch_worker(optimizer: Optimizer) -> TorchOptimizerWorker:
-    """Return what updates shards by an optimizer's own class."""
+    """Return the worker that updates shards with the optimizer's own class."""
     kind = type(optimizer)
     arguments = [
         name
@@ -205,10 +205,10 @@ def get_optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def check_zero_options(door: str, options: object) -> dict[str, Any]:
-    """Return the keyword arguments for :func:`npuzero.zero` that a door was given; {} for None.
+    """Return the options for :func:`npuzero.zero` that an integration (``door``) received; {} for None.
 
     Raises:
-        ConfigError: no mapping.
+        ConfigError: they are not a mapping.
     """
     if options is None:
         return {}

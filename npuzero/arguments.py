@@ -1,4 +1,4 @@
-"""Checks of arguments that callers give: numbers, paths and files. Whatever comes, what leaves is a typed error."""
+"""Checks of callers' arguments: numbers, paths and files. Every invalid input raises a typed error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from npuzero.errors import ConfigError
 
-#: Bytes of the largest text file that is read: a configuration, an index of weights.
+#: Maximum size in bytes of a text file: a configuration or an index of weights.
 TEXT_BYTES = 256 << 20
 
 
 def as_number(
     subject: str, value: object, expected: str, do: str, *, holds: Callable[[float], bool] = lambda _: True
 ) -> float:
-    """Return ``value`` as a float: of Python, numpy, or a tensor of one element.
+    """Return ``value`` as a float. Accepts Python and numpy numbers, and one-element tensors.
 
     Args:
-        expected: in words.
-        holds: whether a number is legal; NaN never is.
+        expected: description of a legal value.
+        holds: predicate for legal numbers; NaN is never legal.
 
     Raises:
-        ConfigError: it is no number, beyond float's range, or not legal.
+        ConfigError: it is not a number, exceeds float's range, or is not legal.
     """
     try:
         if isinstance(value, (bool, str, bytes, bytearray)):
@@ -41,10 +41,10 @@ def as_number(
 
 
 def check_count(subject: str, value: object, do: str, *, least: int = 1) -> int:
-    """Return ``value``, an integer from ``least`` on, of 63 bits.
+    """Return ``value``, an integer of at least ``least`` and below 2**63.
 
     Raises:
-        ConfigError: it is no such integer.
+        ConfigError: otherwise.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         expected = "a positive integer" if least == 1 else f"an integer from {least}"
@@ -53,14 +53,14 @@ def check_count(subject: str, value: object, do: str, *, least: int = 1) -> int:
 
 
 def check_flag(subject: str, value: object) -> bool:
-    """Return ``value`` as a bool: True, False, 1 or 0, of Python, numpy, or a tensor without dimensions.
+    """Return ``value`` as a bool. Accepts True, False, 1 and 0, of Python, numpy, or a 0-dim tensor.
 
     Raises:
-        ConfigError: it is none of these, such as an array.
+        ConfigError: otherwise, for example for an array.
     """
     try:
         found = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
-    except RuntimeError:  # of a tensor on meta
+    except RuntimeError:  # a tensor on meta
         found = None
     if not isinstance(found, int) or found not in {0, 1}:
         raise ConfigError(subject, expected="True or False", got=describe_value(value), do="Pass a bool.")
@@ -68,16 +68,16 @@ def check_flag(subject: str, value: object) -> bool:
 
 
 def check_callable(subject: str, value: object, do: str) -> None:
-    """Raise ConfigError where ``value`` cannot be called."""
+    """Raise ConfigError if ``value`` is not callable."""
     if not callable(value):
         raise ConfigError(subject, expected="a callable", got=describe_value(value), do=do)
 
 
 def as_path(subject: str, value: object) -> Path:
-    """Return ``value``, a path in text, as a Path.
+    """Return ``value``, a str or path-like, as a Path.
 
     Raises:
-        ConfigError: it is none, or one that no file can have.
+        ConfigError: it is not a path, or contains NUL or lone surrogates.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
@@ -90,10 +90,10 @@ def as_path(subject: str, value: object) -> Path:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. Nothing else is waited for, or read without an end.
+    """Open a regular file for reading and return its descriptor. Never blocks on a pipe or reads a device.
 
     Raises:
-        OSError: there is none.
+        OSError: it does not exist, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -107,8 +107,8 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file of at most ``TEXT_BYTES``.
 
     Raises:
-        OSError: there is none, or a larger one.
-        UnicodeDecodeError: it is not in UTF-8.
+        OSError: it does not exist, or is larger.
+        UnicodeDecodeError: it is not UTF-8.
     """
     with open(open_regular(path), "rb") as file:
         content = file.read(TEXT_BYTES + 1)
@@ -118,10 +118,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the values of a JSON text, in whose objects each key is there once.
+    """Parse a JSON text. Duplicate keys in an object are an error.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or has a key twice.
+        ValueError: it is not JSON, is nested too deeply, or has a duplicate key.
     """
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
@@ -130,7 +130,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a JSON file, whose keys are there once: of two values one would be dropped."""
+    """Build a JSON object, refusing duplicate keys: one of the two values would be lost."""
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()
@@ -140,10 +140,10 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def describe_value(value: Any) -> str:
-    """Return a value as an error shows it: text on one line, cut short (of a tensor what it is), and type."""
+    """Return a value as errors display it: one line, truncated, with its type; a tensor as shape and dtype."""
     try:
         tensor = hasattr(value, "shape") and hasattr(value, "dtype")
         text = f"shape={tuple(value.shape)}, dtype={value.dtype}" if tensor else " ".join(repr(value).split())
-    except Exception as error:  # of a repr that is somebody else's; an int may have too many digits
+    except Exception as error:  # a third-party repr may fail; an int may have too many digits
         text = f"a value whose repr raises {type(error).__name__}"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

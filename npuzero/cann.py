@@ -1,6 +1,6 @@
-"""CANN, the toolkit of Ascend NPUs: its version, the torch_npu that goes with it, and building the npu kernels with it.
+"""CANN, the toolkit of Ascend NPUs: its version, the matching torch_npu, and building the npu kernels with it.
 
-The standard library is all it imports: setup.py, which has neither torch nor npuzero, loads this file by its path.
+Imports only the standard library: setup.py, which has neither torch nor npuzero, loads this file by path.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Where its installer puts it: in the first since CANN 8.5.
+#: The installer's default folders; the first since CANN 8.5.
 FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
-#: What the oldest torch_npu for torch 2.8, the oldest torch that npuzero runs with, goes with.
+#: The CANN of the oldest torch_npu for torch 2.8, the oldest torch that npuzero supports.
 OLDEST = "8.3.RC1"
-#: From here on bisheng itself launches kernels; before, CANN's ascendc.cmake generates what does.
+#: Since this version bisheng launches kernels itself; before it, CANN's ascendc.cmake generates the launch code.
 BISHENG_SINCE = "9.0.0.alpha"
 
-#: The table of versions that torch_npu publishes: from this torch_npu on, this CANN.
+#: torch_npu's published version table: since this torch_npu, this CANN.
 PAIRS = (
     ("2.8.0", "8.3.RC1"),
     ("2.8.0.post2", "8.5.0"),
@@ -36,23 +36,22 @@ PAIRS = (
 LIBRARY = "libnpuzero_kernels.so"
 #: bisheng's name of Atlas A2 and A3, the architecture that the kernels are written for.
 ARCHITECTURE = "dav-2201"
-#: A processor of that architecture, which the older way of building asks for.
+#: A processor of that architecture; the older build method requires one.
 PROCESSOR = "Ascend910B1"
 
 _STAGES = {"dev": -4, "alpha": -3, "beta": -2, "rc": -1, "post": 1}
 
 
 class CannotBuild(Exception):
-    """Say that the npu kernels cannot be built, and why, with the compiler's own words where it was asked."""
+    """Report that the npu kernels cannot be built, and why, with the compiler's output if it ran."""
 
 
 def find_cann_version(root: Path, machine: str = "") -> str | None:
-    """Return the release of the CANN in ``root``, as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``;
-    None where it does not tell.
+    """Return the release of the CANN in ``root``, such as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``; None if unknown.
 
-    CANN's installation guide says where it stands: in ``<machine>-linux/ascend_toolkit_install.info``, as
-    ``version=``. Where that of this machine (or of ``machine``, as ``aarch64``) is missing, another machine's counts.
-    No other file does: each package of a CANN has files of the kind, with numbers of its own.
+    CANN's installation guide names the source: ``version=`` in ``<machine>-linux/ascend_toolkit_install.info``. If the
+    file for this machine (or for ``machine``, such as ``aarch64``) is missing, another machine's is used. Similar files
+    exist in each package of a CANN, but hold that package's version.
     """
     own = f"{machine or platform.machine()}-linux"
     files = root.glob("*-linux/ascend_toolkit_install.info")
@@ -64,8 +63,9 @@ def find_cann_version(root: Path, machine: str = "") -> str | None:
 
 
 def version_sort_key(release: str) -> tuple[tuple[int, ...], ...]:
-    """Return the key that sorts releases of CANN and of torch_npu: ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 <
-    8.5.0``.
+    """Return a sort key for releases of CANN and torch_npu.
+
+    The order is ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 < 8.5.0``.
     """
     words = re.findall(r"\d+|[a-z]+", release.lower().partition("+")[0])
     length = next((index for index, word in enumerate(words) if not word.isdigit()), len(words))
@@ -82,9 +82,7 @@ def version_sort_key(release: str) -> tuple[tuple[int, ...], ...]:
 
 
 def find_matching_cann(torch_npu: str) -> str | None:
-    """Return the CANN that a ``torch_npu`` was published for, or wants at least, by PAIRS; None where these do not
-    tell.
-    """
+    """Return the CANN that a ``torch_npu`` was published for, or needs at least, by PAIRS; None if unknown."""
     mine = version_sort_key(torch_npu)
     rows = [(version_sort_key(package), cann) for package, cann in PAIRS if version_sort_key(package) <= mine]
     own = [cann for package, cann in rows if package[0] == mine[0] or package == version_sort_key(PAIRS[-1][0])]
@@ -92,9 +90,7 @@ def find_matching_cann(torch_npu: str) -> str | None:
 
 
 def find_cann_mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | None:
-    """Return ``why`` a CANN is too old for a torch_npu, and what to ``do``; None where it is not, or where one is
-    unknown.
-    """
+    """Return ``why`` a CANN is too old for a torch_npu, and what to ``do``; None if it is not, or if one is unknown."""
     wanted = find_matching_cann(torch_npu) if torch_npu else None
     if release is None or wanted is None or version_sort_key(release) >= version_sort_key(wanted):
         return None
@@ -105,17 +101,16 @@ def find_cann_mismatch(release: str | None, torch_npu: str | None) -> dict[str, 
 
 
 def get_build_method(root: Path, release: str | None) -> str:
-    """Return how kernels are built with the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if
-    known.
-    """
+    """Return the build method for the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if known."""
     if release is not None:
         return "bisheng" if version_sort_key(release) >= version_sort_key(BISHENG_SINCE) else "ascendc"
     return "ascendc" if any(root.glob("*/tikcpp/ascendc_kernel_cmake/ascendc.cmake")) else "bisheng"
 
 
 def get_failure_file(target: Path) -> Path:
-    """Return the file that says why there is no library ``target``: beside it, since installers hide what a build
-    says.
+    """Return the file with the reason why the library ``target`` is missing.
+
+    It is next to ``target``; installers hide the output of a build.
     """
     return target.with_suffix(".txt")
 
@@ -131,14 +126,14 @@ def build_npu_kernels(
 ) -> None:
     """Compile the kernels in the folder ``sources`` into the library ``target``, with the CANN in ``root``.
 
-    ``variables`` are this process's environment; what CANN's scripts want of its set_env.sh is added.
+    ``variables`` are this process's environment; the variables that CANN's scripts need from its set_env.sh are added.
 
-    What is at ``target`` is whole, whatever ends this process, and is of these sources: an older one goes first.
+    An existing ``target`` is removed first and the new one is moved into place, so ``target`` is complete and built
+    from these sources even if this process is killed.
 
     Raises:
-        CannotBuild: ``root`` is no CANN, or too old a one, or its compiler refuses. The file
-            ``get_failure_file(target)`` says
-            why, to the compiler's last word, until a build succeeds.
+        CannotBuild: ``root`` is not a CANN, or is too old, or its compiler fails. The file ``get_failure_file(target)``
+            contains the reason with the compiler's output until a build succeeds.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
@@ -155,7 +150,7 @@ def _build_environment(variables: Mapping[str, str], root: Path) -> dict[str, st
     machine = f"{platform.machine()}-linux"
     tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
     path = os.pathsep.join([variables.get("PATH", os.defpath), *map(str, tools)])
-    # A make around this one would tell ours how to run: with `make -i` a compiler that refuses would pass.
+    # An enclosing make would pass its flags to ours: with `make -i` a failing compiler would succeed.
     mine = {name: value for name, value in variables.items() if name != "MAKEFLAGS"}
     return {**mine, "ASCEND_HOME_PATH": str(root), "PATH": path}
 
@@ -163,6 +158,7 @@ def _build_environment(variables: Mapping[str, str], root: Path) -> dict[str, st
 def _compile_npu_kernels(
     root: Path, sources: Path, target: Path, cmake: str, variables: dict[str, str], architecture: str, processor: str
 ) -> None:
+    # Build in a temporary folder next to the target: the final replace() is then atomic.
     if not root.is_dir():
         raise CannotBuild(f"there is no CANN in {root}, where ASCEND_HOME_PATH says")
     release = find_cann_version(root)

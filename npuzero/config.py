@@ -1,15 +1,15 @@
-"""Settings: frozen dataclasses, and the only reader of files and of the environment.
+"""Settings as frozen dataclasses. The only reader of configuration files and environment variables.
 
-Three small records, each checked when it is made, whoever makes it:
+Three small records. Each validates itself on construction:
 
-    Settings      how the engine works; never what it computes
+    Settings      how the engine works; never affects the computed values
     Environment   the ``NPUZERO_*`` variables
-    Launch        what the launcher (torchrun) says about this process
+    Launch        the launcher's (torchrun's) description of this process
 
 Invariants:
-    * a record that exists is valid: types and ranges are checked in ``__post_init__``;
-    * an unknown key is an error that names the nearest known one;
-    * nothing is converted in silence: ``"8"`` is not 8, ``True`` is not 1 (variables are text, and are parsed);
+    * an existing record is valid: types and ranges are checked in ``__post_init__``;
+    * an unknown key is an error naming the nearest known key;
+    * no silent conversion: ``"8"`` is not 8, ``True`` is not 1 (environment variables are text and are parsed);
     * no setting changes a bit of the result; ``NPUZERO_BACKEND`` and ``NPUZERO_ISA`` may, where an op declares it.
 """
 
@@ -37,7 +37,7 @@ BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run
 
 @dataclass(frozen=True)
 class SettingRule:
-    """Say what a value must be: its type (or one of some words beside it), a closed range or a list of choices."""
+    """Describe the legal values of a setting: a type (or one of some words), a closed range or a list of choices."""
 
     kind: type
     what: str
@@ -47,10 +47,10 @@ class SettingRule:
     or_one_of: tuple[str, ...] = ()
 
     def check(self, subject: str, value: Any) -> Any:
-        """Return `value` if it keeps the rule; an int is a legal float and becomes one.
+        """Return `value` if it satisfies the rule. An int is accepted for a float and converted.
 
         Raises:
-            ConfigError: otherwise, with `what` as the reader's explanation.
+            ConfigError: otherwise, with `what` as the explanation.
         """
         if type(value) is str and value in self.or_one_of:
             return value
@@ -82,13 +82,13 @@ class SettingRule:
 
 
 def setting_field(default: Any, kind: type, what: str, **rule: Any) -> Any:
-    """Return a dataclass field that carries its Rule."""
+    """Return a dataclass field that carries a SettingRule."""
     return field(default=default, metadata={"rule": SettingRule(kind, what, **rule)})
 
 
 @dataclass(frozen=True)
 class _CheckedRecord:
-    """Check every field of a record when it is made; an int given for a float field becomes a float."""
+    """Check every field of a record on construction. An int given for a float field becomes a float."""
 
     _name: ClassVar[str] = "settings"
 
@@ -99,10 +99,10 @@ class _CheckedRecord:
 
     @classmethod
     def from_dict(cls: type[_Record], values: Mapping[str, Any]) -> _Record:
-        """Return the record with `values` in place of its defaults.
+        """Return the record with `values` replacing its defaults.
 
         Raises:
-            ConfigError: `values` is no mapping, a key is unknown, or a value has the wrong type or range.
+            ConfigError: `values` is not a mapping, a key is unknown, or a value has the wrong type or range.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -116,7 +116,7 @@ class _CheckedRecord:
 
     @classmethod
     def subject(cls, key: str) -> str:
-        """Return the name under which an error speaks of the field `key`."""
+        """Return the name that error messages use for the field `key`."""
         return f"{cls._name}.{key}"
 
     @classmethod
@@ -125,7 +125,7 @@ class _CheckedRecord:
         return tuple(item.name for item in fields(cls))
 
     def replace(self: _Record, **values: Any) -> _Record:
-        """Return a copy with some values changed, checked like any other."""
+        """Return a copy with some values changed, checked again."""
         check_keys(self._name, values, self.names())
         return replace(self, **values)
 
@@ -133,10 +133,10 @@ class _CheckedRecord:
 @refuse_unknown_keywords()
 @dataclass(frozen=True)
 class Settings(_CheckedRecord):
-    """Describe how the engine works. None of these changes a bit of the result.
+    """Describe how the engine works. No setting changes a bit of the result.
 
-    ``strict`` is for programs that are written on one rank and meant for several: it refuses on one what several ranks
-    refuse by nature, with the same errors.
+    ``strict`` is for programs that are developed on one rank and meant for several. On one rank it refuses the same
+    calls that several ranks refuse by nature, with the same errors.
 
     Example::
 
@@ -185,32 +185,32 @@ class Settings(_CheckedRecord):
 
     @property
     def common(self) -> Settings:
-        """Return what all ranks must say alike: folders, and what a host has room for, are each rank's own."""
+        """Return the settings that must agree on all ranks. Folders, host memory and I/O threads may differ."""
         return self.replace(nvme_paths=(), host_bytes=0, io_threads=4)
 
     @property
     def overlaps_gradients(self) -> bool:
-        """Tell whether reductions run beside backward; else each ends before backward goes on."""
+        """Return whether gradient reductions overlap with backward; else each completes before backward continues."""
         return self.overlap in (True, "gradients")
 
     @property
     def overlaps_parameters(self) -> bool:
-        """Tell whether units are gathered ahead, and the gathers after the update run beside the next forward."""
+        """Return whether parameters are prefetched, and all-gathers after the update overlap with the next forward."""
         return self.overlap in (True, "parameters")
 
     @property
     def overlaps_activations(self) -> bool:
-        """Tell whether a stage of a pipeline receives what it will compute next beside what it computes now."""
+        """Return whether a pipeline stage receives its next input while it computes the current one."""
         return self.overlap in (True, "activations")
 
 
-#: What to write instead of a setting's name as a keyword of a function that takes Settings.
+#: The suggestion for a setting's name given as a keyword to a function that takes Settings.
 SETTING_KEYWORDS = {name: f"settings=Settings({name}=...)" for name in Settings.names()}
 
 
 @dataclass(frozen=True)
 class Environment(_CheckedRecord):
-    """Hold the ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is field ``backend``, and so on."""
+    """Hold the ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is the field ``backend``, and so on."""
 
     _name: ClassVar[str] = "environment"
 
@@ -234,7 +234,7 @@ class Environment(_CheckedRecord):
 
 @dataclass(frozen=True)
 class Launch(_CheckedRecord):
-    """Hold what torchrun tells a process through its environment; a process started by hand is a world of one."""
+    """Hold torchrun's environment variables. A process started without a launcher is a world of one."""
 
     _name: ClassVar[str] = "launch"
 
@@ -260,7 +260,7 @@ class Launch(_CheckedRecord):
 
 
 def explain_strict_refusal(ranks: int, strict: bool = True) -> str:
-    """Return what a refusal that several ranks meet says beside on one, if only ``strict`` mode refuses it."""
+    """Return the sentence to append to a refusal on a single rank that only ``strict`` mode causes; else ``""``."""
     if ranks > 1 or not strict:
         return ""
     return (
@@ -270,10 +270,10 @@ def explain_strict_refusal(ranks: int, strict: bool = True) -> str:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the ``NPUZERO_*`` variables (of this process unless given).
+    """Read the ``NPUZERO_*`` variables (from this process's environment by default).
 
     Raises:
-        ConfigError: an unknown ``NPUZERO_*`` variable, or a text that is no such value.
+        ConfigError: an ``NPUZERO_*`` variable is unknown, or its text is not a legal value.
     """
     variables = os.environ if variables is None else variables
     mine = [
@@ -285,31 +285,31 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def nvme_folders(settings: Settings, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the folders for what a plan places on NVMe: of the settings, else of NPUZERO_NVME_PATHS; maybe none."""
+    """Return the NVMe folders: those of the settings, else those of NPUZERO_NVME_PATHS. May be empty."""
     return settings.nvme_paths or tuple(filter(None, read_environment(variables).nvme_paths.split(":")))
 
 
 def has_launcher(variables: Mapping[str, str] | None = None) -> bool:
-    """Return whether a launcher started this process (or set ``variables``), be it as the only rank."""
+    """Return whether a launcher started this process (or set ``variables``), also as the only rank."""
     variables = os.environ if variables is None else variables
     return not {"RANK", "WORLD_SIZE"}.isdisjoint(variables)
 
 
 def count_launched_tasks(variables: Mapping[str, str] | None = None) -> int:
-    """Return how many processes srun or mpirun started as this one (or says in ``variables``); 1 where neither did."""
+    """Return how many processes srun or mpirun started with this one (by ``variables``); 1 without either."""
     variables = os.environ if variables is None else variables
     told = (variables.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     return max((int(text) for text in told if text.isdecimal()), default=1)
 
 
 def read_launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int] | None = None) -> Launch:
-    """Read torchrun's variables (of this process unless given).
+    """Read torchrun's variables (from this process's environment by default).
 
     Args:
-        group: rank and size of torch.distributed's group, where it runs: a launcher may have told that alone.
+        group: rank and size of torch.distributed's process group, if it is initialized. Some launchers set only that.
 
     Raises:
-        ConfigError: some are set and others are missing, or a text is no integer in range.
+        ConfigError: some variables are set and others are missing, or a text is not an integer in range.
     """
     variables = os.environ if variables is None else variables
     found = {key: variables[key.upper()] for key in Launch.names() if key.upper() in variables}
@@ -325,14 +325,14 @@ def read_launch(variables: Mapping[str, str] | None = None, *, group: tuple[int,
                     do="Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.",
                 )
     if "local_world_size" not in found and "world_size" in found:
-        # Launchers other than torchrun may not say it: then all ranks are taken to share this host.
+        # Launchers other than torchrun may not set it: assume that all ranks share this host.
         found.setdefault("local_world_size", found["world_size"])
         found.setdefault("local_rank", found.get("rank", "0"))
     return _parse_record(Launch, found)
 
 
 def find_rendezvous_address(variables: Mapping[str, str] | None = None) -> str:
-    """Return ``host:port`` where the ranks meet, from the launcher's MASTER_ADDR and MASTER_PORT.
+    """Return the rendezvous address ``host:port`` from the launcher's MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ConfigError: one of them is missing.
@@ -348,16 +348,16 @@ def find_rendezvous_address(variables: Mapping[str, str] | None = None) -> str:
 
 
 def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
-    """Tell whether torchrun's agent keeps the ranks' store, not rank 0."""
+    """Return whether torchrun's agent, not rank 0, hosts the ranks' store."""
     variables = os.environ if variables is None else variables
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def find_local_ranks(variables: Mapping[str, str] | None = None) -> dict[int, int]:
-    """Return by rank the process on this host that was started as it, in the run of this one (or of ``variables``).
+    """Map each rank of this run (or of the run that ``variables`` identify) on this host to its process id.
 
-    A process shows what it was started with, and not what it has set since: where this one does not see itself, others
-    cannot be told either, and there is nothing.
+    ``/proc`` shows the environment that a process was started with, without later changes. If this process does not
+    find itself there, it cannot find other ranks either, and the result is empty.
     """
     variables = os.environ if variables is None else variables
     run = {f"{name}={variables.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
@@ -365,15 +365,15 @@ def find_local_ranks(variables: Mapping[str, str] | None = None) -> dict[int, in
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:
             told = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # somebody else's, or it has just ended
+        except OSError:  # owned by another user, or just ended
             continue
         rank = next((text.partition("=")[2] for text in told if text.startswith("RANK=")), "")
         if rank.isdecimal() and run.issubset(told):
-            found.setdefault(int(rank), int(folder.name))  # the oldest: its children inherit what it was told
+            found.setdefault(int(rank), int(folder.name))  # the oldest: its children inherit its environment
     return found if variables.get("RANK", "") in map(str, found) else {}
 
 
-# What decides how devices compute and ranks talk, beside NPUZERO_*; a trailing * is any ending.
+# Variables, with NPUZERO_*, that affect how devices compute and ranks communicate; a trailing * matches any ending.
 _TOLD = (
     "HCCL_*", "ASCEND_LAUNCH_BLOCKING", "ASCEND_RT_VISIBLE_DEVICES", "INF_NAN_MODE_*", "PYTORCH_NPU_ALLOC_CONF",
     "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_*",
@@ -382,9 +382,7 @@ _TOLD = (
 
 
 def get_reportable_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that a report may tell, sorted; no others, since it is sent around.
-    An address is "(set)".
-    """
+    """Return the variables that a report may contain, sorted, with addresses as "(set)": reports are shared."""
     variables = os.environ if variables is None else variables
     patterns = (*_TOLD, VARIABLE_PREFIX + "*")
     told = sorted(name for name in variables if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
@@ -392,7 +390,7 @@ def get_reportable_variables(variables: Mapping[str, str] | None = None) -> dict
 
 
 def build_child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with further variables, for a process that it starts."""
+    """Return this process's environment plus ``variables``, for a child process."""
     return {**os.environ, **variables}
 
 
@@ -400,7 +398,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object in the file `path`.
 
     Raises:
-        ConfigError: no such file, no valid JSON, a key that is there twice, or its top level is no object.
+        ConfigError: the file does not exist, is not valid JSON, has a duplicate key, or its top level is not an object.
     """
     file = as_path("file", path)
     subject = f"file {file}"
@@ -420,12 +418,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def list_field_paths() -> tuple[str, ...]:
-    """Return every setting there is, as ``Record.field``; a test freezes the list."""
+    """Return all settings as ``Record.field``; a test freezes the list."""
     return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.names())
 
 
 def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for the first key of `given` that is not among `known`, naming the nearest known one."""
+    """Raise ConfigError for the first key of `given` that is not in `known`, naming the nearest known key."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -440,14 +438,14 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def public_name(kind: type) -> str:
-    """Return the shortest name by which a program can import ``kind``: ``torch.nn.Module``, not where it is written."""
+    """Return the shortest importable name of ``kind``: ``torch.nn.Module``, not the module that defines it."""
     parts = kind.__module__.split(".")
     homes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
     return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)
 
 
 def _parse_record(record: type[_Record], texts: Mapping[str, str]) -> _Record:
-    """Parse each text by its field's kind; hand on a text that does not parse, so that the check names it."""
+    """Parse each text by its field's type. Pass on a text that does not parse, so that the check names it."""
     kinds = {item.name: item.metadata["rule"].kind for item in fields(record)}
     values: dict[str, Any] = {}
     for key, text in texts.items():
@@ -464,7 +462,7 @@ def _find_cuda_version(root: Path) -> str | None:
     return match.group(1) if match else None
 
 
-# Where each toolkit's own scripts say it lies, where its installer puts it, and who reads its version there.
+# Per toolkit: the variables that its scripts set, its default install folders, and the reader of its version.
 TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str | None]]] = {
     "cuda": (("CUDA_HOME", "CUDA_PATH"), ("/usr/local/cuda",), _find_cuda_version),
     "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), cann.FOLDERS, cann.find_cann_version),
@@ -473,7 +471,7 @@ TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Describe a device vendor's compiler and libraries: where they lie, and their version if it tells."""
+    """Describe a device vendor's compiler and libraries: install folder, and version if known."""
 
     name: str
     root: Path
@@ -481,7 +479,7 @@ class Toolkit:
 
 
 def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolkit | None:
-    """Return the toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
+    """Return this machine's ``"cuda"`` or ``"cann"`` toolkit; None if it is not installed."""
     variables = os.environ if variables is None else variables
     names, usual, version = TOOLKITS[name]
     said = next(((variables[key],) for key in names if variables.get(key)), usual)
@@ -490,5 +488,5 @@ def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolk
 
 
 def cache_folder() -> Path:
-    """Return where this user's caches of npuzero lie; not made here."""
+    """Return the folder of npuzero's caches for this user. Does not create it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npuzero"

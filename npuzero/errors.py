@@ -1,4 +1,4 @@
-"""The error tree. Every error says what was expected, what came, and what to do about it.
+"""The error tree. Each error reports the expected value, the actual value, and a remedy.
 
 The three parts are fields as well as text, so that a program can act on them::
 
@@ -20,14 +20,14 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class NpuZeroError(Exception):
-    """Stand above every error this package raises on purpose.
+    """Represent every error that this package raises on purpose: the base class of the tree.
 
     Args:
         subject: what the error is about, e.g. ``"flat_adam: grad"``.
-        expected: what would have been right.
-        got: what came instead.
+        expected: the value that would have been correct.
+        got: the actual value.
         do: what the reader can do about it.
-        facts: further values, kept as ``error.facts``.
+        facts: further values, stored in ``error.facts``.
 
     Example::
 
@@ -51,7 +51,7 @@ class NpuZeroError(Exception):
 
 
 def _strip_full_stop(text: str) -> str:
-    """Return ``text`` without the full stop at its end, since the message has one of its own: others' errors end so."""
+    """Return ``text`` without its final full stop, which the message adds: texts of other packages may have one."""
     return text if text.endswith("..") else text.removesuffix(".")
 
 
@@ -62,11 +62,11 @@ def _rebuild_error(
 
 
 class ConfigError(NpuZeroError, ValueError):
-    """Refuse a setting, plan or model that cannot work, before any work was done."""
+    """Refuse a setting, plan or model that cannot work, before any work is done."""
 
 
 class _Refusal(ConfigError):
-    """Refuse what a function of somebody else's refuses by an error of its ``kind``."""
+    """Refuse an argument with an error that is also of a third-party function's error type ``kind``."""
 
     kind: type[Exception] = ValueError
     __str__ = Exception.__str__  # a KeyError shows its argument as repr() does
@@ -76,9 +76,7 @@ class _Refusal(ConfigError):
 
 
 def config_error_as(kind: type[Exception]) -> type[ConfigError]:
-    """Return a ConfigError that is also of the ``kind`` of error by which somebody else's function refuses an
-    argument.
-    """
+    """Return a ConfigError class that also derives from ``kind``, the error type of a third-party function."""
     if issubclass(ConfigError, kind):
         return ConfigError
     return type(ConfigError.__name__, (_Refusal, kind), {"kind": kind})
@@ -93,53 +91,53 @@ class ContractError(NpuZeroError, ValueError):
 
 
 class KernelUnavailable(NpuZeroError, RuntimeError):
-    """Say that the op has no kernel for this device in this build."""
+    """Report that the op has no kernel for this device in this build."""
 
 
 class CoreMissing(NpuZeroError, ImportError):
-    """Say that the compiled core is not there: the package was not built where it is imported from."""
+    """Report that the compiled core is missing: the package was not built in the place that it is imported from."""
 
 
 class PackageMissing(NpuZeroError, ImportError):
-    """Say that a package is not installed which only a part of this one needs, and how to install it."""
+    """Report that an optional package is not installed, and how to install it."""
 
 
 class StateError(NpuZeroError, RuntimeError):
-    """Refuse a call that does not fit the present state of a unit, model or optimizer."""
+    """Refuse a call that does not fit the current state of a unit, model or optimizer."""
 
 
 class NonFiniteError(NpuZeroError, FloatingPointError):
-    """Stop at an output, a loss or a gradient that is inf or NaN, and say where it began."""
+    """Stop at an output, a loss or a gradient that is inf or NaN, and report where it began."""
 
 
 class OutOfSpace(NpuZeroError, MemoryError):
-    """Say that a memory space cannot hold what was asked of it."""
+    """Report that a memory space cannot hold a requested allocation."""
 
 
 class CollectiveError(NpuZeroError, RuntimeError):
-    """Say that a collective failed: a rank died, timed out, or called something else."""
+    """Report that a collective failed: a rank died, timed out, or made a different call."""
 
 
 class StorageError(NpuZeroError, OSError):
-    """Say that a file or block device failed."""
+    """Report that a file or block device failed."""
 
 
 class BenchmarkError(NpuZeroError, RuntimeError):
-    """Say that a contender gave a wrong result, failed, or was silent for too long: no figure was written."""
+    """Report that a contender gave a wrong result, failed, or timed out. No figure was written."""
 
 
 class CheckpointError(NpuZeroError, RuntimeError):
-    """Say that a checkpoint is missing, torn, or does not fit the model."""
+    """Report that a checkpoint is missing, incomplete, or does not fit the model."""
 
 
-# -- words that nobody knows -------------------------------------------------------------------------------------------
+# -- unknown names -----------------------------------------------------------------------------------------------------
 
 
 def find_nearest_name(given: object, known: Iterable[str]) -> Any:
-    """Return the one of ``known`` that ``given`` is a misspelling of; None where none is near.
+    """Return the name in ``known`` that ``given`` probably misspells; None if none is close.
 
     Args:
-        known: words; a mapping gives for each spelling what it stands for.
+        known: names; or a mapping from spelling to name.
     """
     words = known if isinstance(known, Mapping) else {word: word for word in known}
     spellings = {spelling.lower(): word for spelling, word in words.items()}
@@ -148,14 +146,15 @@ def find_nearest_name(given: object, known: Iterable[str]) -> Any:
 
 
 def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
-    """Return what to do about the unknown word ``given``: ask for the nearest one, or ``otherwise``."""
+    """Return the remedy for the unknown name ``given``: suggest the nearest known name, or ``otherwise``."""
     near = find_nearest_name(given, known)
     return otherwise if near is None else f"Did you mean {near!r}?"
 
 
 def describe_differing_names(missing: Sequence[str], unknown: Sequence[str], most: int = 5) -> str:
-    """Return how names differ: the first ``most`` that are missing, with the nearest unknown ones, and those; counts.
+    """Describe how two sets of names differ: the first ``most`` missing and unknown names, with counts of the rest.
 
+    A missing name is followed by the nearest unknown name:
     ``missing 'scale' (there is 'scaled'), 'norm.bias'; unknown 'scaled' and 3 more``
     """
     near = {name: find_nearest_name(name, unknown) for name in missing[:most]}
@@ -171,12 +170,13 @@ def describe_differing_names(missing: Sequence[str], unknown: Sequence[str], mos
 
 
 def refuse_unknown_keywords(**formerly: str) -> Callable[[_Callable], _Callable]:
-    """Have a function or class refuse an unknown keyword argument by a ConfigError that names the nearest known one.
+    """Make a function or class refuse an unknown keyword argument with a ConfigError that names the nearest known one.
 
-    The error is a TypeError, too, as without this. For what is called now and then: each call costs one more.
+    The error is also a TypeError, as without this decorator. It adds a Python call to each call: do not use it in a hot
+    path.
 
     Args:
-        formerly: other names that people know, from before or from elsewhere, and what they are here.
+        formerly: other known spellings (earlier names, or names in other libraries), mapped to the names used here.
     """
 
     def decorate(function: _Callable) -> _Callable:

@@ -1,6 +1,6 @@
-"""What this installation has: devices, kernels, backends, versions; and for what it lacks, why and what to do.
+"""Facts of this installation: devices, kernels, backends and versions; for missing parts, the reason and a remedy.
 
-Asks each kind of device whether it is there, so it is the one call here that may load a vendor's library.
+Queries each kind of device, so it is the only call here that may load a vendor's library.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _REFERENCE = "NPUZERO_BACKEND=reference runs the ops there in plain torch, slowl
 
 
 def info() -> dict[str, Any]:
-    """Return the facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
+    """Return the facts behind ``npuzero info`` as plain dicts, lists and strings, ready for JSON.
 
     Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
-    ``npu_kernels`` (their library), ``openmp`` (runtimes in this process),
-    ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
+    ``npu_kernels`` (their library), ``openmp`` (runtimes in this process), ``collectives`` (by kind), ``missing`` (each
+    with ``what``, ``why``, ``do``).
 
     Example::
 
@@ -92,7 +92,7 @@ def _find_collective_backends(kind: type[device.Device]) -> dict[str, Any]:
     built: dict[str, Callable[[], bool]] = {
         "gloo": distributed.is_gloo_available,
         "nccl": distributed.is_nccl_available,
-        "hccl": lambda: kind.available().ok,  # comes with torch_npu
+        "hccl": lambda: kind.available().ok,  # part of torch_npu
     }
     usable = distributed.is_available() and built[kind.backend]()
     own = ["shared memory"] if kind.kind == "cpu" else []
@@ -115,6 +115,7 @@ def _list_missing(
     if toolkit and (mismatch := cann.find_cann_mismatch(toolkit.version, _find_package_version("torch_npu"))):
         missing.append({"what": "the CANN of this torch_npu", **mismatch})
     for kind, facts in devices.items():
+        # Report kernels also for devices that are not available here: this build may run on another machine.
         lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
         if lacking:
             why = f"this build has none for {', '.join(lacking)}"

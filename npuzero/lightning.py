@@ -1,7 +1,7 @@
-"""The door of Lightning: the strategy "npuzero", which importing this module registers.
+"""Integration with Lightning: the strategy "npuzero", registered by importing this module.
 
-Needs the package lightning, or pytorch-lightning, which nothing else here imports. Where a program has imported the
-latter alone, the strategy is for that one.
+Needs the package lightning or pytorch-lightning, which no other module of npuzero imports. If the program has imported
+only pytorch_lightning, the strategy is registered there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from npuzero.shard.modules.sharded_tensor import is_engine_parameter
 
 
 def _import_lightning() -> tuple[Any, Any, Any]:
-    """Return the modules of strategies, of a trainer's states and of callbacks, of the package that is meant.
+    """Import and return the strategies, trainer.states and callbacks modules of the installed package.
 
     Raises:
-        PackageMissing: there is none.
+        PackageMissing: neither package is installed.
     """
     homes = ["lightning.pytorch", "pytorch_lightning"]
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
@@ -47,34 +47,34 @@ def _import_lightning() -> tuple[Any, Any, Any]:
 
 
 _strategies, _states, _callbacks = _import_lightning()
-#: EMA and its kin; () before Lightning 2.6.
+#: EMA and other weight averaging; () before Lightning 2.6.
 _WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
 
 __all__ = ["ZeroStrategy"]
 
-#: What of a checkpoint is Lightning's: loops, callbacks, schedulers, hyperparameters.
+#: Lightning's part of a checkpoint: loops, callbacks, schedulers, hyperparameters.
 _REST = "lightning.ckpt"
-#: Where WeightAveraging keeps the trained weights in a checkpoint; the averaged ones are in their place.
+#: The checkpoint key of WeightAveraging for the trained weights; the averaged weights are under ``state_dict``.
 _CURRENT = "current_model_state"
 
 
 class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
-    """Train a LightningModule whose training state is sharded: ``Trainer(strategy="npuzero")``.
+    """Train a LightningModule with a sharded training state: ``Trainer(strategy="npuzero")``.
 
-    The module is sharded in place as a whole, when its layers are made (``__init__`` or ``configure_model``) and before
-    ``configure_optimizers``; there is no wrapper. What ``configure_optimizers`` returns is put over the shards, and
-    schedulers follow it. Precision is Lightning's (``"16-mixed"`` scales by :class:`npuzero.LossScaler`); so are
-    clipping, accumulation, validation and early stopping.
+    The full module is sharded in place, after its layers are created (``__init__`` or ``configure_model``) and before
+    ``configure_optimizers``; there is no wrapper. Optimizers from ``configure_optimizers`` are adopted to update the
+    shards, and schedulers follow them. Precision is Lightning's (``"16-mixed"`` scales by :class:`npuzero.LossScaler`),
+    and so are clipping, accumulation, validation and early stopping.
 
-    A checkpoint is a folder: each rank's shards, which any plan on any number of ranks can load, and Lightning's rest.
-    With ``full_checkpoints`` it is one file as of any strategy, which ``load_from_checkpoint`` reads, gathered on rank
-    0. Both kinds, and files of other strategies, are resumed from. Saving is collective: leave it to callbacks, or call
-    ``trainer.save_checkpoint`` on every rank.
+    A checkpoint is a folder: each rank's shards, which load under any plan on any number of ranks, and Lightning's
+    part. With ``full_checkpoints`` it is a single file as of any strategy, gathered on rank 0; ``load_from_checkpoint``
+    reads it. Training resumes from both kinds, and from files of other strategies. Saving is collective: leave it to
+    callbacks, or call ``trainer.save_checkpoint`` on every rank.
 
     Args:
         zero: keyword arguments of :func:`npuzero.zero`, such as ``{"stage": 2, "offload": "host"}``; None: stage 3.
-        full_checkpoints: whether checkpoints are single files with unsharded tensors.
-        kwargs: those of Lightning's DDPStrategy that are not DistributedDataParallel's.
+        full_checkpoints: write checkpoints as single files with unsharded tensors.
+        kwargs: arguments of Lightning's DDPStrategy that are not DistributedDataParallel's.
 
     Example::
 
@@ -82,7 +82,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         trainer.fit(module, loader)
     """
 
-    # Lightning's own.
+    # Attributes of Lightning's strategy.
     model: Any
     optimizers: list[Any]
     _lightning_module: Any
@@ -99,16 +99,16 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             )
         self._zero = adopt.check_zero_options("ZeroStrategy", zero)
         self._full = full_checkpoints
-        self._shards: Path | None = None  # of the checkpoint that is being loaded
-        self._weights: tuple[Mapping[str, Any], bool, bool] | None = None  # what setup is to load, and how
+        self._shards: Path | None = None  # folder of shards in the checkpoint being loaded
+        self._weights: tuple[Mapping[str, Any], bool, bool] | None = None  # for setup: weights, strict, with states
         self._adapted = _CallbackAdapter()
-        self._ready = False  # set up: what is loaded need not wait
+        self._ready = False  # setup has run: weights can be loaded at once
 
     # -- the module and its optimizers -----------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Any:
-        """Return what computes in which precision, with clipping and a loss scale that shards understand."""
+        """Return the precision plugin, with clipping and a loss scaler that work on shards."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -127,8 +127,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self._adapted.begin(self.lightning_module.trainer.callbacks, self)
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, whatever the trainer is to do with it, and make its optimizers where it trains. Load what
-        a checkpoint has for them.
+        """Shard the module, create its optimizers if it is to be fitted, and load pending checkpoint weights.
 
         Raises:
             ConfigError: a callback would read or write parameters in a way that the plan does not allow.
@@ -146,7 +145,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             for callback in trainer.callbacks:
                 if isinstance(callback, _callbacks.BaseFinetuning):
                     callback.on_fit_start(trainer, self.lightning_module)  # restores the groups that it has added
-        else:  # whatever training has left each rank
+        else:  # buffers may differ between ranks after training
             for buffer in self.model.buffers():
                 torch.distributed.broadcast(buffer, 0)
         self.setup_precision_plugin()
@@ -155,14 +154,14 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self._ready = True
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make optimizers and schedulers, and put the optimizers over the shards."""
+        """Create optimizers and schedulers, and make the optimizers update the shards."""
         super().setup_optimizers(trainer)
         self.optimizers = [adopt.adopt_optimizer(optimizer) for optimizer in self.optimizers]
         for config in self.lr_scheduler_configs:
             adopt.check_scheduler(config.scheduler)
 
     def teardown(self) -> None:
-        """End as Lightning does, and leave the module where it is: it cannot be moved."""
+        """End as Lightning does, but leave the module in place: it cannot be moved."""
         self._adapted.end()
         self._weights = None
         module, self._lightning_module = self._lightning_module, None
@@ -172,8 +171,9 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step within a call of the module: that is its forward to npuzero. Not where the module steps
-        its optimizers itself, which no forward does.
+        """Run the module's training step inside a call of the module, so that npuzero sees one forward.
+
+        Manual optimization is excluded: there the step includes the optimizers' steps, which are not part of a forward.
         """
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -181,17 +181,17 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             return self._within("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step within a call of the module."""
+        """Run the module's validation step inside a call of the module."""
         with self.precision_plugin.val_step_context():
             return self._within("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step within a call of the module."""
+        """Run the module's test step inside a call of the module."""
         with self.precision_plugin.test_step_context():
             return self._within("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step within a call of the module."""
+        """Run the module's predict step inside a call of the module."""
         with self.precision_plugin.predict_step_context():
             return self._within("predict_step", *args, **kwargs)
 
@@ -200,18 +200,18 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Send nothing inside, where the plan keeps gradients unsharded; the sums are the same anyway."""
+        """Skip communication inside the block if the plan keeps gradients unsharded; the sums do not change."""
         with adopt.accumulate_gradients_locally(self.model):
             yield
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return unsharded tensors on rank 0 for one file; {} for a folder, into which each rank writes its own."""
+        """Return the unsharded tensors on rank 0 for a single file; {} for a folder of shards."""
         return full_state_dict(self.lightning_module) if self._full else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state as torch's optimizer has it on rank 0 for one file; {} for a folder."""
+        """Return the unsharded optimizer state on rank 0 for a single file; {} for a folder."""
         if not self._full and len(self.optimizers) == 1:
             return {}
         state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
@@ -232,26 +232,27 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         super().save_checkpoint(checkpoint, path / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the part of a checkpoint that is Lightning's; the rest follows where it is asked for."""
+        """Read Lightning's part of a checkpoint. Model and optimizer states are loaded later."""
         path = Path(self.broadcast(checkpoint_path))
         self._shards = path / adopt.FOLDER if path.is_dir() else None
         loaded: dict[str, Any] = super().load_checkpoint(path / _REST if self._shards else path, weights_only)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keep the weights of a checkpoint until the module is sharded: :meth:`setup` loads them, and from a folder
-        what its optimizer has.
+        """Store the weights of a checkpoint until the module is sharded.
+
+        :meth:`setup` loads them, and from a folder also the optimizer states.
         """
         weights = checkpoint["state_dict"] if self._shards is None or _CURRENT in checkpoint else {}
         self._weights = weights, strict, "optimizer_states" in checkpoint
-        if self._ready:  # in the midst of a run, as LearningRateFinder does
+        if self._ready:  # during a run, as LearningRateFinder does
             self._load_weights(bool(self.optimizers))
 
     def _load_weights(self, fits: bool) -> None:
-        """Load what :meth:`load_model_state_dict` kept. Collective.
+        """Load the weights stored by :meth:`load_model_state_dict`. Collective.
 
         Raises:
-            CheckpointError: it does not fit.
+            CheckpointError: they do not fit the model.
         """
         if self._weights is None:
             return
@@ -266,7 +267,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             load_full_state_dict(self.lightning_module, weights, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what optimizers have, unless it came with the weights."""
+        """Load the optimizer states, unless they were loaded with the weights."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if state:
                 optimizer.load_state_dict(state)
@@ -278,18 +279,18 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
 
 class _CallbackAdapter:
-    """Let Lightning's callbacks that read, write or freeze parameters do so where these are sharded.
+    """Enable Lightning's callbacks that read, write or freeze parameters to work on sharded ones.
 
     Methods are replaced on the callbacks from :meth:`begin` to :meth:`end`.
     """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[object, str]] = []
-        self._frozen: list[nn.Parameter] = []  # by callbacks that thaw them later
-        self._unaveraged: list[Any] = []  # callbacks whose checkpoint has no average
+        self._frozen: list[nn.Parameter] = []  # by callbacks that unfreeze them later
+        self._unaveraged: list[Any] = []  # callbacks without an average in the checkpoint
 
     def begin(self, callbacks: list[Any], strategy: ZeroStrategy) -> None:
-        """Replace what ``callbacks`` do before a module is sharded, and when they thaw it."""
+        """Replace the methods of ``callbacks`` that run before the module is sharded or unfreeze it."""
         self.end()
         for callback in callbacks:
             if isinstance(callback, _callbacks.BaseFinetuning):
@@ -301,10 +302,10 @@ class _CallbackAdapter:
                 self._replace(callback, "on_load_checkpoint", partial(self._load_average, callback, strategy))
 
     def gather_for(self, callbacks: list[Any], module: nn.Module) -> None:
-        """Have ``callbacks`` that average parameters find those of ``module``, which is sharded, unsharded.
+        """Make averaging ``callbacks`` see the unsharded parameters of the sharded ``module``.
 
         Raises:
-            ConfigError: they would find or leave rounded values.
+            ConfigError: they would read or write rounded values.
         """
         inside = partial(_run_gathered, module)
         for callback in callbacks:
@@ -320,7 +321,7 @@ class _CallbackAdapter:
 
     @contextlib.contextmanager
     def thawed(self) -> Iterator[None]:
-        """Let parameters that a callback has frozen, and will thaw, train inside: so they get room for gradients."""
+        """Enable gradients of parameters frozen by callbacks inside the block, so that sharding allocates them."""
         frozen, self._frozen = self._frozen, []
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -329,14 +330,14 @@ class _CallbackAdapter:
             parameter.requires_grad_(False)
 
     def start_averages(self, module: nn.Module) -> None:
-        """Have averages that a checkpoint did not have begin with the weights it had, as Lightning does. Collective."""
+        """Start averages missing in the checkpoint from its weights, as Lightning does. Collective."""
         for callback in self._unaveraged:
             callback._average_model.update_parameters(module)
             callback._average_model.n_averaged.zero_()
         self._unaveraged = []
 
     def end(self) -> None:
-        """Give the callbacks their own methods again."""
+        """Restore the callbacks' own methods."""
         for owner, name in self._replaced:
             vars(owner).pop(name)
         self._replaced, self._frozen, self._unaveraged = [], [], []
@@ -360,7 +361,7 @@ class _CallbackAdapter:
         _: nn.Module,
         checkpoint: dict[str, Any],
     ) -> None:
-        """Let WeightAveraging load the average, and have ``strategy`` keep what it would load into the module."""
+        """Load the average with WeightAveraging, and hand the module's weights to ``strategy`` to load later."""
         strict = strategy.lightning_module.strict_loading
         keep = partial(strategy.load_model_state_dict, strict=strict)
         load(
@@ -373,7 +374,7 @@ class _CallbackAdapter:
 
 
 class _CompareByIdentity(TorchFunctionMode):
-    """Let ``torch.equal`` tell whether two parameters of a sharded model are the same one."""
+    """Make ``torch.equal`` compare two parameters of a sharded model by identity."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.equal and all(isinstance(each, nn.Parameter) and is_engine_parameter(each) for each in args):
@@ -382,7 +383,7 @@ class _CompareByIdentity(TorchFunctionMode):
 
 
 def _compare_by_identity(finetune: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let BaseFinetuning add to an optimizer what it does not have yet, which it finds by ``torch.equal``."""
+    """Run BaseFinetuning's function, which uses ``torch.equal`` to find the parameters that an optimizer lacks."""
     with _CompareByIdentity():
         finetune(*args, **kwargs)
 
@@ -393,7 +394,7 @@ def _run_gathered(module: nn.Module, method: Callable[..., Any], *args: Any, **k
 
 
 def _set_up_to_fit(setup: Callable[..., None], trainer: Any, module: nn.Module, **stage: Any) -> None:
-    """Copy the module only for training, which averages: a sharded one cannot be copied."""
+    """Run setup, which copies the module, only for training, which averages: a sharded module cannot be copied."""
     if trainer.state.fn == _states.TrainerFn.FITTING:
         setup(trainer, module, **stage)
 
@@ -402,7 +403,7 @@ def _check_averaged(callback: object, module: nn.Module, swapped: bool) -> None:
     """Check that a callback may average the parameters of ``module``, and write them.
 
     Args:
-        swapped: whether the average is swapped with the parameters, and back.
+        swapped: whether the callback swaps the average with the parameters and back.
 
     Raises:
         ConfigError: the plan sends rounded parameters, updates them late, or has masters that swapping would round.
@@ -426,24 +427,24 @@ def _check_averaged(callback: object, module: nn.Module, swapped: bool) -> None:
 
 
 def _clip_gradients(plugin: Any, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-    """Clip the gradients of the optimizer's parameters, in place of the precision plugin."""
+    """Clip the gradients of the optimizer's parameters, in place of the precision plugin's method."""
     if clip_val <= 0:
         return
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-        scaler.unscale_(optimizer)  # else the plugin has: it thinks that such an optimizer does it itself
+        scaler.unscale_(optimizer)  # otherwise the plugin already did
     kind = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     clip: Callable[..., object] = clip_grad_value_ if kind == "value" else clip_grad_norm_
     clip((parameter for group in optimizer.param_groups for parameter in group["params"]), clip_val)
 
 
 def _get_single_optimizer(optimizers: list[Any]) -> Any:
-    """Return the optimizer whose shards go with the module's; None where several share it."""
+    """Return the optimizer that is saved with the module's shards; None if several optimizers share the module."""
     return optimizers[0] if len(optimizers) == 1 else None
 
 
 def _build_loss_scaler(scaler: torch.amp.GradScaler) -> LossScaler:
-    """Return npuzero's scaler, with the settings of torch's."""
+    """Return an npuzero.LossScaler with the settings of torch's scaler."""
     return LossScaler(
         init_scale=scaler._init_scale,
         growth_factor=scaler.get_growth_factor(),

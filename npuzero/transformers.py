@@ -1,6 +1,6 @@
-"""The door of transformers: a Trainer that shards the model it trains.
+"""Integration with transformers: a Trainer that shards the model it trains.
 
-Needs the packages transformers and accelerate, which nothing else here imports.
+Needs the packages transformers and accelerate, which only npuzero's integrations import.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ __all__ = ["ZeroTrainer"]
 
 
 class ZeroTrainer(Trainer):
-    """Be transformers' Trainer, and shard the model when training begins.
+    """Extend transformers' Trainer to shard the model when training begins.
 
-    A script changes the name of the class. A Trainer of one's own, or of a library, gets it as its first base:
-    ``class MyTrainer(ZeroTrainer, SFTTrainer)``. Optimizer, scheduler, accumulation, clipping, mixed precision,
-    evaluation, early stopping and the arguments are the Trainer's. On CPU ranks give ``ddp_backend="gloo"``, as for any
-    Trainer.
+    A script changes only the class name. To shard with a Trainer subclass of the program or of a library, make this the
+    first base: ``class MyTrainer(ZeroTrainer, SFTTrainer)``. Optimizer, scheduler, accumulation, clipping, mixed
+    precision, evaluation, early stopping and the arguments are the Trainer's. On CPU ranks set ``ddp_backend="gloo"``,
+    as for any Trainer.
 
-    ``save_model`` leaves what ``from_pretrained`` loads, gathered on rank 0; a ``checkpoint-N`` has beside it each
-    rank's shards, from which ``resume_from_checkpoint`` goes on under any plan and number of ranks, to the bit on the
-    same ones. Checkpoints of the plain Trainer are resumed from, too.
+    ``save_model`` writes the files that ``from_pretrained`` loads, gathered on rank 0. A ``checkpoint-N`` also contains
+    each rank's shards; ``resume_from_checkpoint`` loads them under any plan and number of ranks, and continues
+    bit-identically on the same plan and ranks. Checkpoints of the plain Trainer can also be resumed.
 
     Args:
-        zero: keyword arguments of :func:`npuzero.zero`, such as ``{"stage": 2}``; None: those of the class's attribute
-            ``zero``, which is stage 3.
+        zero: keyword arguments of :func:`npuzero.zero`, such as ``{"stage": 2}``; None: those of the class attribute
+            ``zero``, by default stage 3.
         args, kwargs: the Trainer's own.
 
     Raises:
-        ConfigError: the training arguments ask for DeepSpeed or FSDP as well.
+        ConfigError: the training arguments also request DeepSpeed or FSDP.
 
     Example::
 
@@ -77,7 +77,7 @@ class ZeroTrainer(Trainer):
         return self._accelerator_arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator that shards, of the arguments that the Trainer makes one of."""
+        """Create a ZeroAccelerator from the arguments that the Trainer builds for its accelerator."""
         if self.args.deepspeed or self.args.fsdp:
             raise ConfigError(
                 "ZeroTrainer",
@@ -96,7 +96,7 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Make the scheduler, or check the one that the Trainer was given."""
+        """Create the scheduler, or check the scheduler that was passed to the Trainer."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         adopt.check_scheduler(scheduler)
         return scheduler
@@ -109,7 +109,7 @@ class ZeroTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Evaluate a batch; a Seq2SeqTrainer generates on every rank until all have finished, where forwards gather."""
+        """Evaluate a batch. If forward all-gathers parameters, ranks of a Seq2SeqTrainer generate equally long."""
         if isinstance(self, Seq2SeqTrainer) and adopt.gathers_parameters(self.model):
             gen_kwargs = {"synced_gpus": True, **(gen_kwargs or getattr(self, "_gen_kwargs", {}))}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
@@ -117,11 +117,11 @@ class ZeroTrainer(Trainer):
     # -- saving and loading ----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save what ``from_pretrained`` loads. Collective where the model is sharded, as it is once it trains."""
+        """Save the files that ``from_pretrained`` loads. Collective if the model is sharded (once it trains)."""
         if not adopt.is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        # Every rank gathers; the one that writes has all of it in the host's memory.
+        # Every rank takes part in the gather; the writing rank holds the full state in host memory.
         state = self.accelerator.get_state_dict(self.model)
         with override_state_dict(self.model, state):
             self._save(output_dir or self.args.output_dir, state_dict=state)
@@ -139,7 +139,7 @@ class ZeroTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not adopt.is_sharded(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif not _has_shards(resume_from_checkpoint):  # else they come with the optimizer's
+        elif not _has_shards(resume_from_checkpoint):  # otherwise they are loaded with the optimizer's
             _load_weights(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -161,7 +161,7 @@ class ZeroTrainer(Trainer):
 
 
 def _load_adapters(model: Any, folder: Path) -> None:
-    """Load what PEFT's ``save_pretrained`` left of the adapters that a sharded model has. Collective."""
+    """Load the files written by PEFT's ``save_pretrained`` into the adapters of a sharded model. Collective."""
     import peft
 
     named = model.state_dict(keep_vars=True)
@@ -169,9 +169,9 @@ def _load_adapters(model: Any, folder: Path) -> None:
     for adapter in model.peft_config:
         path = folder if adapter == "default" else folder / adapter
         stored = _adapter_tensors(path)
-        if not isinstance(model, peft.PeftModel):  # one of transformers' own, which writes the names of PEFT's wrapper
+        if not isinstance(model, peft.PeftModel):  # transformers' own adapter, stored with the names of PEFT's wrapper
             stored = {key.removeprefix("base_model.model."): tensor for key, tensor in stored.items()}
-        # PEFT leaves the adapter's name out of the files' names: it says here which tensor is stored as what.
+        # PEFT leaves the adapter's name out of the stored names: this maps each tensor to its stored name.
         with override_state_dict(model, named):
             names = {id(tensor): name for name, tensor in named.items()}
             saved = peft.get_peft_model_state_dict(model, state_dict={**named}, adapter_name=adapter)
@@ -204,7 +204,7 @@ def _adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return npuzero's optimizer, within accelerate's wrapper."""
+    """Return npuzero's optimizer from inside accelerate's wrapper."""
     inner: torch.optim.Optimizer = optimizer.optimizer
     return inner
 
@@ -214,17 +214,17 @@ def _has_shards(folder: str) -> bool:
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Load what ``save_pretrained`` left into a sharded model: its weights, or its adapters. Collective.
+    """Load the files written by ``save_pretrained`` into a sharded model: weights or adapters. Collective.
 
     Raises:
-        CheckpointError: there are no such files, or they do not fit.
+        CheckpointError: the files do not exist, or do not fit.
     """
     if isinstance(getattr(model, "peft_config", None), dict):
         _load_adapters(model, folder)
         return
     files = {entry.file for entry in find_weight_tensors(folder).values()}
     state = {name: value for file in sorted(files) for name, value in safetensors.torch.load_file(file).items()}
-    # Of tied tensors there is one name in the files.
+    # The files store tied tensors under one name.
     names: dict[int, str] = {}
     named = model.state_dict(keep_vars=True)
     for name, tensor in named.items():

@@ -1,6 +1,11 @@
-"""Measuring: contenders interleaved in rounds, results checked before they are timed, records that can be compared.
+"""Benchmarks: contenders measured in interleaved rounds, after their results are checked, into comparable records.
 
-How to read the figures, and how to add one: docs/benchmarks.md.
+A suite (``suites/``) builds a ``Benchmark`` of contenders. ``run_benchmark`` checks and times it, on one process or on
+the ranks of a ``Team``, and returns a ``Result``. A ``Record`` collects the results of a run and writes them as JSON.
+``checks/`` compares an installation with references instead.
+
+Read first: ``harness.py`` (rounds), ``team.py`` (ranks in processes), ``record.py`` (the JSON file). How to read the
+figures, and how to add a benchmark: docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Contenders measured in rounds.
+"""Contenders measured in interleaved rounds.
 
-A round visits every contender once, in a random order that the seed fixes; a visit is as many calls as take about
-``Effort.visit_s``. What is compared are ratios within a round, since machines change their speed between rounds;
-reported is the median over the rounds. Rounds go on until the medians are sure enough, or a bound is met.
+A round visits every contender once, in a random order fixed by the seed. A visit makes as many calls as take about
+``Effort.visit_s``. Contenders are compared by ratios within a round, because machines change their speed between
+rounds; the reported value is the median over the rounds. Rounds continue until the medians are precise enough or a
+limit is reached.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from npuzero.errors import BenchmarkError
 Clock = Callable[[], float]
 Combine = Callable[[list[float]], list[float]]
 
-_MOST_CALLS = 10_000  # in a visit
+_MOST_CALLS = 10_000  # per visit
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how long is measured.
+    """Define the duration of a measurement.
 
-    Rounds end when every contender's ratio to the baseline has a median with a standard error below ``error`` of it,
-    but not before ``least_rounds``; and in any case after ``most_rounds`` or ``most_s`` seconds.
+    Rounds end when every contender's ratio to the baseline has a median with a relative standard error below ``error``,
+    but not before ``least_rounds``, and always after ``most_rounds`` or ``most_s`` seconds.
     """
 
     least_rounds: int = 9
@@ -42,18 +43,18 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """Return the effort of a smoke run: that everything works, not how fast it is."""
+        """Return the effort of a smoke run, which checks that everything works, not its speed."""
         return cls(least_rounds=3, most_rounds=5, most_s=0.5, error=0.05, visit_s=0.002, warm_up=1)
 
 
 @dataclass
 class Contender:
-    """Do the work in one way.
+    """Represent one way to do the work.
 
     Attributes:
-        visit: does the work so many times; returns seconds per call (over several ranks: the slowest rank's).
-        nbytes: what one call must move at the least, by the contract of what it does; None where that says nothing.
-        values: further facts for the record, such as peak memory; anything JSON knows, also filled after the run.
+        visit: makes the given number of calls; returns seconds per call (with several ranks: the slowest rank's).
+        nbytes: the least bytes one call must move by its contract; None if undefined.
+        values: further JSON values for the record, such as peak memory; may be filled after the run.
     """
 
     name: str
@@ -71,10 +72,10 @@ def local_contender(
     prepare: Callable[[], object] | None = None,
     clock: Clock = time.perf_counter,
 ) -> Contender:
-    """Make a contender of this process: ``call`` under the clock, with the device's work done at both ends.
+    """Make a contender in this process: ``call`` is timed, with the device synchronized at both ends.
 
     Args:
-        prepare: called before each visit, outside the time: a barrier, where ranks do it together.
+        prepare: called before each visit, outside the timing: a barrier, if ranks run together.
     """
     synchronize = devices.get(device).synchronize
 
@@ -93,16 +94,16 @@ def local_contender(
 
 @dataclass
 class Benchmark:
-    """Gather contenders that do the same work.
+    """Describe a benchmark: contenders that do the same work.
 
     Attributes:
-        name: unique in its suite, such as ``"pack/400"``; what figures refer to.
+        name: unique in its suite, such as ``"pack/400"``; figures refer to it.
         title: for people.
-        contenders: the baseline and the others; also what measures the machine, such as a plain copy.
-        baseline: name of the contender that ratios are taken to.
-        check: compares the contenders' results with the reference before anything is timed; returns what it compared,
-            in words.
-        parameters: sizes, dtypes, ranks: anything JSON knows.
+        contenders: the baseline and its competitors, and probes of the machine, such as a plain copy.
+        baseline: name of the contender in the denominator of ratios.
+        check: compares the contenders' results with the reference before timing; returns a description of the
+            comparison.
+        parameters: JSON values such as sizes, dtypes and ranks.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Benchmark:
 
 @dataclass
 class Result:
-    """Hold what a benchmark has measured: seconds per call, a value a round, by contender."""
+    """Hold a benchmark's measurements: seconds per call by contender, one value per round."""
 
     name: str
     title: str
@@ -129,18 +130,18 @@ class Result:
     values: dict[str, dict[str, Any]]
 
     def speedup(self, contender: str, baseline: str | None = None) -> Summary:
-        """Return how many times faster ``contender`` is than ``baseline`` (default: the benchmark's), by rounds."""
+        """Return the speedup of ``contender`` over ``baseline`` (default: the benchmark's), by rounds."""
         return summarize(per_round(self.seconds[baseline or self.baseline], self.seconds[contender]))
 
     def slowdown(self, contender: str, baseline: str | None = None) -> Summary:
-        """Return how many times as long as ``baseline`` it takes, by rounds."""
+        """Return the time of ``contender`` divided by that of ``baseline``, by rounds."""
         return summarize(per_round(self.seconds[contender], self.seconds[baseline or self.baseline]))
 
     def share(self, contender: str, probe: str) -> Summary:
         """Return bytes per second as a share of those of ``probe``, by rounds.
 
         Raises:
-            BenchmarkError: one of them has no bytes.
+            BenchmarkError: one of the two has no bytes.
         """
         own, other = self.nbytes[contender], self.nbytes[probe]
         if own is None or other is None:
@@ -152,7 +153,7 @@ class Result:
         return summarize([ratio * own / other for ratio in ratios])
 
     def gb_per_s(self, contender: str) -> float | None:
-        """Return 1e9 bytes per second at the median."""
+        """Return the median rate in 1e9 bytes per second."""
         nbytes = self.nbytes[contender]
         return None if nbytes is None else nbytes / median(self.seconds[contender]) / 1e9
 
@@ -165,14 +166,14 @@ def run_benchmark(
     clock: Clock = time.perf_counter,
     seed: int = 0,
 ) -> Result:
-    """Check, then measure.
+    """Check the contenders, then measure them.
 
     Args:
-        combine: over ranks that run this side by side: the greatest of each value, the same on every rank. So all
-            ranks take the same decisions.
+        combine: for ranks that run this together, the maximum of each value over ranks. The result is the same on every
+            rank, so that all ranks make the same decisions.
 
     Raises:
-        BenchmarkError: the check failed, or the baseline is none of the contenders.
+        BenchmarkError: the check failed, or the baseline is not a contender.
     """
     contenders = {contender.name: contender for contender in benchmark.contenders}
     if benchmark.baseline not in contenders or len(contenders) != len(benchmark.contenders):
@@ -190,6 +191,7 @@ def run_benchmark(
         visited = {
             name: contenders[name].visit(calls[name]) for name in order.sample(list(contenders), len(contenders))
         }
+        # Combine elapsed time together with the timings: all ranks must leave the loop in the same round.
         *times, passed_s = combine([*(visited[name] for name in contenders), clock() - begin])
         for values, value in zip(seconds.values(), times, strict=True):
             values.append(value)
@@ -209,7 +211,7 @@ def run_benchmark(
 
 
 def _warm_up(contenders: Sequence[Contender], effort: Effort, combine: Combine) -> dict[str, int]:
-    """Return how many calls a visit of each contender makes: one, where nothing is warmed up."""
+    """Return the number of calls per visit of each contender; one without warm-up."""
     times = [effort.visit_s] * len(contenders)
     for _ in range(effort.warm_up):
         times = combine([contender.visit(1) for contender in contenders])
@@ -220,7 +222,7 @@ def _warm_up(contenders: Sequence[Contender], effort: Effort, combine: Combine) 
 
 
 def reason_to_end(seconds: Mapping[str, list[float]], baseline: str, passed_s: float, effort: Effort) -> str:
-    """Return why no further round is needed: ``"spread"``, ``"rounds"`` or ``"time"``; ``""`` where one is."""
+    """Return why no further round is needed: ``"spread"``, ``"rounds"`` or ``"time"``; ``""`` if one is."""
     rounds = len(seconds[baseline])
     if rounds >= effort.least_rounds:
         errors = [
@@ -241,7 +243,7 @@ def check_equal(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def check_close(what: str, got: torch.Tensor, want: torch.Tensor, *, tolerance: float) -> None:
-    """Raise BenchmarkError where they differ by more than ``tolerance`` times the largest magnitude of ``want``."""
+    """Raise BenchmarkError if they differ by more than ``tolerance`` times the largest magnitude of ``want``."""
     if got.shape != want.shape:
         raise BenchmarkError(
             f"check of {what}", expected=f"shape {tuple(want.shape)}", got=f"{tuple(got.shape)}", do=_NO_FIGURE
@@ -251,7 +253,7 @@ def check_close(what: str, got: torch.Tensor, want: torch.Tensor, *, tolerance: 
     wide = want.double()
     apart = (got.double() - wide).abs().max().item()
     allowed = tolerance * wide.abs().max().item()
-    if not apart <= allowed:  # NaN is never within
+    if not apart <= allowed:  # also true for NaN
         raise BenchmarkError(
             f"check of {what}", expected=f"the reference within {allowed:.3g}", got=f"{apart:.3g} apart", do=_NO_FIGURE
         )

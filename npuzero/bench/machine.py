@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Description of the machine and software that figures were measured on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCES = Path(__file__).resolve().parents[2]
 
 
 def machine_fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the facts of machine and software that figures depend on, ready for JSON. Names no path and no host."""
+    """Return the facts of machine and software that figures depend on, ready for JSON, without paths or host names."""
     cpu = devices.get("cpu")
     return {
         "cpu": cpu.capability().partition(",")[0],
@@ -46,16 +46,16 @@ def _npuzero_version() -> str | None:
 
 
 def _last_cache_bytes() -> int | None:
-    """Return the bytes of the last level of cache, where Linux tells."""
+    """Return the size of the last-level cache in bytes, if Linux reports it."""
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [int(path.read_text().strip().removesuffix("K")) * 1024 for path in found]
     return max(sizes, default=None)
 
 
 def _source_commit() -> str | None:
-    """Return the sources' commit, with ``+`` if they changed since; None where npuzero is not run from a checkout.
+    """Return the sources' commit, with ``+`` if they have changed since; None outside a checkout.
 
-    Records of benchmarks and what is drawn from them are no sources: taking a figure changes them.
+    Benchmark records and their pictures do not count as sources: measuring changes them.
     """
     if not (_SOURCES / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""What a suite of benchmarks leaves: one JSON file, from which every figure can be derived again."""
+"""The JSON file of a benchmark suite, from which every figure can be derived again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SCHEMA = 1
 
 
 def format_command(arguments: Sequence[str] | None = None) -> str:
-    """Return the command that runs this process (or has ``arguments`` behind ``python``), for a record: where a path is
-    absolute, it is one of this machine, and PATH stands for it.
+    """Return the command line of this process (or ``arguments`` after ``python``), for a record.
+
+    Absolute paths are replaced by PATH: they are specific to this machine.
     """
     given = sys.orig_argv[1:] if arguments is None else arguments
     return shlex.join(["python", *(re.sub(r"(?:^|(?<==))/.*", "PATH", argument) for argument in given)])
@@ -37,8 +38,8 @@ class Record:
         suite: ``"ops"``, ``"comm"``, ``"step"``, ``"peers"``, ``"install"``.
         command: repeats the run.
         machine: see :func:`npuzero.bench.machine_fingerprint`.
-        date: when it began, ISO 8601 in UTC.
-        quick: a smoke run, whose figures mean nothing.
+        date: start of the run, ISO 8601 in UTC.
+        quick: a smoke run with meaningless figures.
     """
 
     suite: str
@@ -50,15 +51,15 @@ class Record:
 
     @classmethod
     def begin(cls, suite: str, command: str, machine: dict[str, Any], *, quick: bool = False) -> Record:
-        """Begin an empty record of now."""
+        """Begin an empty record with the current date."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return cls(suite, command, machine, now, quick, [])
 
     def result(self, name: str) -> Result:
-        """Return the result of that name.
+        """Return the result with the given name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: it does not exist.
         """
         for result in self.results:
             if result.name == name:
@@ -67,7 +68,7 @@ class Record:
         raise ConfigError(f"record {self.suite}", expected=f"one of {known}", got=repr(name), do="Name one of these.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the file's content: what was measured, and the summaries that follow from it."""
+        """Return the file's content: measurements, and the summaries derived from them."""
         return {
             "schema": SCHEMA,
             "suite": self.suite,
@@ -80,10 +81,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any], subject: str = "record") -> Record:
-        """Return the record of a file's content; summaries are derived anew.
+        """Return the record of a file's content. Summaries are not read; they are derived again.
 
         Raises:
-            ConfigError: another schema, or keys that are missing or not known.
+            ConfigError: the schema differs, or keys are missing or unknown.
         """
         if content.get("schema") != SCHEMA:
             raise ConfigError(
@@ -102,7 +103,7 @@ class Record:
             ) from error  # fmt: skip
 
     def write(self, path: Path) -> None:
-        """Leave the file whole, or not at all.
+        """Write the file atomically.
 
         Raises:
             StorageError: it cannot be written.
@@ -119,14 +120,16 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read a record; raises ConfigError where there is no such file, or it is no record of this schema."""
+        """Read a record.
+
+        Raises:
+            ConfigError: the file does not exist, or is not a record of this schema.
+        """
         return cls.from_dict(read_json(path), f"record {path.name}")
 
 
 def benchmark_as_dict(result: Result) -> dict[str, Any]:
-    """Return one benchmark's part of the file: the raw times, and what follows from them for who reads the file
-    itself.
-    """
+    """Return one benchmark's part of the file: raw times, and summaries for human readers."""
     contenders = {
         name: {
             "seconds": [_round_six_digits(value) for value in seconds],
@@ -151,7 +154,11 @@ def benchmark_as_dict(result: Result) -> dict[str, Any]:
 
 
 def benchmark_from_dict(entry: dict[str, Any]) -> Result:
-    """Return the Result behind one benchmark's part; raises KeyError or TypeError where it is none."""
+    """Return the Result of one benchmark's part.
+
+    Raises:
+        KeyError, TypeError: the part is not valid.
+    """
     contenders: dict[str, dict[str, Any]] = entry["contenders"]
     told = {key: entry[key] for key in ("name", "title", "baseline", "checked", "parameters", "ended_by")}
     return Result(
@@ -169,5 +176,5 @@ def _join_list_lines(text: str) -> str:
 
 
 def _round_six_digits(value: float | None) -> float | None:
-    """Round to six digits; None also for what JSON has no number for."""
+    """Round to six digits; None also for values that JSON cannot represent."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

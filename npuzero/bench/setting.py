@@ -1,4 +1,4 @@
-"""How much of what a benchmark of the ops works on, where, and what it is held against."""
+"""Size, device and probes of the op benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class BenchmarkSetting:
-    """Say how much of what is measured, where."""
+    """Define the number of elements and the device of op benchmarks."""
 
     elements: int = ELEMENTS
     device: torch.device = _CPU
@@ -30,12 +30,12 @@ class BenchmarkSetting:
         return drawn.normal_(generator=torch.Generator(self.device).manual_seed(SEED))
 
     def contender(self, name: str, call: Callable[[], object], bytes_per_element: int | None, count: int) -> Contender:
-        """Make a contender of this device that moves so many bytes for each of ``count`` elements."""
+        """Make a contender on this device that moves ``bytes_per_element`` bytes for each of ``count`` elements."""
         nbytes = None if bytes_per_element is None else bytes_per_element * count
         return local_contender(name, call, device=self.device, nbytes=nbytes)
 
     def probes(self, *names: str) -> list[Contender]:
-        """Probe what the machine can do, on buffers of their own."""
+        """Make probes of the machine's bandwidth, on separate buffers."""
         n = self.elements
         a, b, c = (self.random(n) for _ in range(3))
         known: dict[str, tuple[Callable[[], object], int]] = {

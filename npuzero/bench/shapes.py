@@ -1,4 +1,4 @@
-"""The tensors of a GPT, for benchmarks of what works on many of them."""
+"""The tensor shapes of a GPT, for benchmarks of ops on many tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _STEP = 8  # widths are multiples of it
 
 
 def gpt_shapes(elements: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the 400 tensors of a GPT-2 of 33 blocks, biases and all, of at most ``elements`` in sum.
+    """Return the shapes of the 400 tensors of a 33-block GPT-2, biases included, with at most ``elements`` in total.
 
-    The width follows from the sum, as near to it as multiples of eight go.
+    The width is the largest multiple of eight that fits.
 
     Raises:
         ConfigError: too few elements for the smallest width.

@@ -1,4 +1,4 @@
-"""Medians of rounds and how sure they are."""
+"""Medians over rounds, and their standard errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-# Standard error of the median of n values, by their MAD: 1.4826 MAD estimates the standard deviation of a normal
+# Standard error of the median of n values, from their MAD: 1.4826 MAD estimates the standard deviation of a normal
 # distribution, and its median has sqrt(pi / 2) times the mean's error.
 _ERROR_OF_MAD = 1.4826 * math.sqrt(math.pi / 2)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Hold median, median absolute deviation, and the median's standard error as a share of it."""
+    """Hold the median, the median absolute deviation, and the median's relative standard error."""
 
     median: float
     mad: float
@@ -26,12 +26,12 @@ class Summary:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the middle value; of an even number the mean of the two in the middle."""
+    """Return the middle value; of an even number of values the mean of the middle two."""
     return float(statistics.median(values))
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Return the Summary of at least one value; one value alone says nothing of its error, which is infinite then."""
+    """Return the Summary of one or more values. The error of a single value is infinite."""
     middle = median(values)
     mad = median([abs(value - middle) for value in values])
     sure = len(values) > 1 and middle != 0
@@ -39,5 +39,5 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def per_round(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Return the ratio within each round: what survives a machine whose speed changes between rounds."""
+    """Return the ratio within each round, which is robust to speed changes between rounds."""
     return [one / other for one, other in zip(above, below, strict=True)]

@@ -1,7 +1,7 @@
-"""Ranks in processes of their own, one contender a team, so that contenders of different environments are interleaved.
+"""Ranks in separate processes, one team per contender, so that contenders from different environments interleave.
 
-A worker says one line of JSON for each it is told (see worker.py). It waits between its turns without using a core. A
-worker that dies, fails or is silent for too long ends the whole team, with the end of its stderr in the error.
+A worker answers each line of JSON with one line (see worker.py). Between turns it waits without using a core. A worker
+that dies, fails or exceeds the timeout ends the full team; the error contains the end of its stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUIT_S = 10.0
 
 
 def python_worker(source: str | Path, python: str | Path = sys.executable) -> list[str]:
-    """Return the command line of a worker whose work ``source`` makes (a file, or a module's name), run by ``python``.
+    """Return the command line of a worker, run by ``python``, with its work from ``source`` (a file or module name).
 
     The environment of ``python`` need not have npuzero.
     """
@@ -38,17 +38,17 @@ def python_worker(source: str | Path, python: str | Path = sys.executable) -> li
 
 
 class Team:
-    """Run the ranks of one contender; use it as a context manager.
+    """Run the ranks of one contender. Use it as a context manager.
 
-    They find torch.distributed's variables (RANK, WORLD_SIZE, MASTER_ADDR...) in their environment.
+    The ranks find torch.distributed's variables (RANK, WORLD_SIZE, MASTER_ADDR...) in their environment.
 
     Args:
         name: the contender's.
         command: starts one worker.
-        options: handed to its ``make``; anything JSON knows.
+        options: JSON values passed to its ``make``.
         threads: of each rank (OMP_NUM_THREADS).
-        variables: further variables of their environment.
-        timeout_s: the longest a worker may take for one line; ``start_s``: for getting ready.
+        variables: further environment variables.
+        timeout_s: maximum seconds per answer; ``start_s``: for starting.
 
     Raises:
         BenchmarkError: a worker could not be started, died, failed, or did not answer in time.
@@ -95,19 +95,19 @@ class Team:
         return [float(value) for value in self._tell({"do": "run", "count": count})]
 
     def ask(self, what: str, **arguments: Any) -> list[Any]:
-        """Return what the method ``what`` of each rank's work answers."""
+        """Call the method ``what`` of each rank's work and return the answers."""
         return self._tell({"do": what, "arguments": arguments})
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return the bytes resident of each rank, before the work was made, now and at the most; see worker.memory."""
+        """Return the resident bytes of each rank: before making the work, now, and at peak; see worker.read_memory."""
         return self._tell({"do": "memory"})
 
     def contender(self, nbytes: int | None = None) -> Contender:
-        """Make this team a contender of a benchmark: the slowest rank's time counts."""
+        """Make this team a contender of a benchmark, timed by its slowest rank."""
         return Contender(self.name, lambda count: max(self.run(count)), nbytes)
 
     def close(self, *, orderly: bool = True) -> None:
-        """End the ranks; those that do not go by themselves are killed. Idempotent."""
+        """End the ranks; kill those that do not exit. Idempotent."""
         try:
             if orderly and self._workers:
                 self._tell({"do": "quit"}, _QUIT_S)
@@ -132,7 +132,7 @@ class Team:
                     stdout=subprocess.PIPE,
                     stderr=self._errors[-1],
                     env=config.build_child_environment(variables),
-                    start_new_session=True,  # so that it can be killed with what it started
+                    start_new_session=True,  # to be killed together with its children
                 )
             except OSError as error:
                 raise self._failure(rank, "a worker that starts", str(error)) from error
@@ -141,7 +141,7 @@ class Team:
         self._hear(self._start_s)
 
     def _tell(self, line: dict[str, Any], timeout_s: float | None = None) -> list[Any]:
-        """Say one line to every rank and wait for their answers; an error ends the team."""
+        """Send one line to every rank and wait for the answers. An error ends the team."""
         try:
             self._say([line] * self.ranks)
             return self._hear(timeout_s or self._timeout_s)
@@ -159,7 +159,7 @@ class Team:
                 raise self._ended(rank) from None
 
     def _hear(self, timeout_s: float) -> list[Any]:
-        """Read one answer of every rank."""
+        """Read one answer from every rank."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -180,7 +180,7 @@ class Team:
         return [answers[rank] for rank in range(self.ranks)]
 
     def _read_line(self, rank: int) -> bytes | None:
-        """Return the line that is there now, if it is whole."""
+        """Return the next line if it is complete."""
         stream = self._workers[rank].stdout
         assert stream is not None
         piece = os.read(stream.fileno(), 1 << 16)

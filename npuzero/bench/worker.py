@@ -1,16 +1,16 @@
-"""The other end of a Team: serves one contender's rank, by lines of JSON on stdin and stdout.
+"""The worker side of a Team: serves one contender's rank, with lines of JSON on stdin and stdout.
 
     PYTHON worker.py FILE_OR_MODULE
 
-Stands alone: needs nothing but Python, so that it also runs in environments without npuzero. FILE_OR_MODULE has a
-function ``make(rank, size, options)`` that returns the work, an object with
+Needs only Python, so that it also runs in environments without npuzero. FILE_OR_MODULE has a function ``make(rank,
+size, options)`` that returns the work, an object with
 
-    run()           one call of what is measured;
-    prepare()       before each visit, outside the time (optional): a barrier, say;
-    synchronize()   until the device is done (optional);
-    any other       methods of its own, which take keyword arguments and return what JSON knows: see Team.ask.
+    run()           one call of the measured work;
+    prepare()       before each visit, outside the timing (optional), e.g. a barrier;
+    synchronize()   wait for the device (optional);
+    others          further methods, with keyword arguments and JSON results: see Team.ask.
 
-What the work writes to stdout goes to stderr, which the Team shows if the worker fails.
+The work's stdout is redirected to stderr, which the Team shows if the worker fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any, TextIO
 
 
 def main() -> int:
-    # As `python -m` has it: from the current folder, not from this file's, whose modules have names of their package.
+    # Import from the current folder, as `python -m` does, not from this file's folder, where modules have package
+    # names.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = ["", *(folder for folder in sys.path if not folder or str(Path(folder).resolve()) != here)]
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -42,7 +43,7 @@ def main() -> int:
 
 
 def serve_team(source: str, channel: TextIO) -> None:
-    """Answer one line per line until told to quit, or until the Team is gone."""
+    """Answer one line per line, until asked to quit or the Team has exited."""
     start = json.loads(sys.stdin.readline())
     make = load_work_module(source).make
     reset = reset_peak_memory()
@@ -64,13 +65,13 @@ def serve_team(source: str, channel: TextIO) -> None:
 
 
 def send_line(channel: TextIO, **words: Any) -> None:
-    """Say one line to the Team."""
+    """Send one line to the Team."""
     channel.write(json.dumps(words) + "\n")
     channel.flush()
 
 
 def load_work_module(source: str) -> Any:
-    """Load the module of a file's path, or of that name."""
+    """Load a module from a file path or by name."""
     if not source.endswith(".py"):
         return importlib.import_module(source)
     path = Path(source).resolve()
@@ -97,10 +98,10 @@ def time_calls(work: Any, count: int) -> float:
 
 
 def read_memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
-    """Return bytes resident: when the work's file was imported and nothing made yet, now, and at the most since then.
+    """Return resident bytes: after importing the work's file but before making it, now, and the peak since then.
 
-    ``peak_is_since_baseline`` is False where the system does not let a process start its peak anew: then the peak may
-    be one of importing.
+    ``peak_is_since_baseline`` is False if the system does not allow a process to reset its peak; then the peak may be
+    from importing.
     """
     found = read_status_bytes()
     return {
@@ -113,13 +114,13 @@ def read_memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
 
 
 def read_status_bytes() -> dict[str, int]:
-    """Return the sizes in /proc/self/status, by its names."""
+    """Return the sizes in /proc/self/status, by name."""
     lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
 def reset_peak_memory() -> bool:
-    """Start VmHWM anew, where the system allows it; see proc(5)."""
+    """Reset VmHWM if the system allows it; see proc(5)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,4 +1,11 @@
-"""The command line: ``npuzero`` and its commands. The only part, with ``__main__``, that prints."""
+"""The command line: ``npuzero`` and its commands. Only this part and ``__main__`` print.
+
+``build_parser`` collects one parser per command (``add_..._parser``). ``main`` parses the arguments, runs the command
+and prints the text that it returns; a known error becomes one line on stderr and exit status 2. ``output/`` draws
+tables and pictures, ``plan_options/`` holds the options of ``npuzero plan`` by topic.
+
+Read first: ``plan.py``, ``bench.py``, ``check.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ EXIT_ERROR = 2  # argparse's own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status. A known error is one line on stderr, not a traceback."""
+    """Run one command and return the exit status. A known error prints one line on stderr, not a traceback."""
     options = build_parser().parse_args(arguments)
     try:
         text = options.run(options)
@@ -29,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if text:
             print(text, flush=True)
-    except BrokenPipeError:  # `npuzero info | head`
+    except BrokenPipeError:  # for example `npuzero info | head`
         sys.stderr.close()
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the options of every command."""
+    """Return the parser with all commands."""
     parser = argparse.ArgumentParser(prog="npuzero", description="A ZeRO training engine for Ascend NPU, CUDA and CPU.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add_parser in (

@@ -1,5 +1,5 @@
-"""``npuzero bench``: how fast this machine runs the ops and the collectives, beside torch's ways in the same rounds;
-and what it sustains, as a cluster for the planner.
+"""``npuzero bench``: time the ops and collectives against torch's in interleaved rounds; measure a cluster for the
+planner.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Every time is a median over rounds in which all contenders took turns; "x" is ho
 them, within a round, and "share" what that is of the bytes a second that the machine moved in the same round.
 docs/benchmarks.md says more."""
 
-# What the machine itself can do; contenders are shown as a share of the first of these in their benchmark.
+# Probes of the machine; a contender's share is relative to the first of these in its benchmark.
 PROBES = ("in place", "copy", "triad")
 
 
 class BenchmarkSuite(NamedTuple):
-    """Hold the functions of a suite: the names of its benchmarks, and what measures those that are wanted."""
+    """Hold a suite's functions: its benchmark names, and the measurement of selected ones."""
 
     names: Callable[[bool], list[str]]
     results: Callable[[Sequence[str], torch.device, bool], Iterator[Result]]
@@ -70,7 +70,7 @@ def add_bench_parser(commands: Any) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> str:
-    """Return the command's output. Ranks of a launcher take part; the first one writes and tells."""
+    """Return the command's output. All ranks of a launcher measure; rank 0 writes and prints."""
     device = devices.get(options.device).device
     if options.suite == cluster.SUITE:
         return _bench_cluster(device, options)
@@ -89,6 +89,7 @@ def run_bench(options: argparse.Namespace) -> str:
     for name, names in wanted.items():
         if names:
             record = Record.begin(name, _suite_command(name, options), machine_fingerprint(device), quick=options.quick)
+            # Every rank iterates: the measurement is collective, even if only the first rank prints.
             for result in chosen[name].results(names, device, options.quick):
                 record.results.append(result)
                 if leads:
@@ -101,7 +102,7 @@ def run_bench(options: argparse.Namespace) -> str:
 
 
 def _bench_cluster(device: torch.device, options: argparse.Namespace) -> str:
-    """Return the table of what this machine sustains, and leave it in ``--out``."""
+    """Return the table of the machine's sustained rates, and write them to ``--out``."""
     if options.only:
         raise ConfigError("--only", expected="ops or comm", got="cluster, which needs all", do="Leave --only out.")
     leads = read_launch().rank == 0
@@ -146,7 +147,7 @@ def render_cluster(found: Cluster) -> str:
 
 
 def render_record(record: Record) -> str:
-    """Return the record as a table: a block of rows for each benchmark."""
+    """Return the record as a table with a block of rows per benchmark."""
     rows = []
     for result in record.results:
         rows.append([result.title, *[""] * 5])
@@ -158,7 +159,7 @@ def render_record(record: Record) -> str:
 
 
 def _format_contender(result: Result, name: str) -> list[str]:
-    """Time, its spread, bytes per second, share of a probe's, times as fast as the baseline."""
+    """Format time, spread, bytes per second, share of a probe's bandwidth, and speedup over the baseline."""
     seconds, speed = summarize(result.seconds[name]), result.gb_per_s(name)
     probe = next((probe for probe in PROBES if probe in result.seconds), None)
     probing = name in PROBES
@@ -172,7 +173,7 @@ def _format_contender(result: Result, name: str) -> list[str]:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds with three digits, in the unit that suits."""
+    """Format seconds with three digits in a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             return f"{seconds / size:.3g} {unit}"
@@ -190,6 +191,6 @@ def _select_names(names: Sequence[str], only: Sequence[str] | None) -> list[str]
 
 
 def _suite_command(suite: str, options: argparse.Namespace) -> str:
-    """Return what repeats the suite."""
+    """Return the command that repeats the suite."""
     words = ["npuzero", "bench", suite, *["--quick"] * options.quick, "--device", options.device]
     return shlex.join([*words, *(["--only", *options.only] if options.only else [])])

@@ -1,4 +1,4 @@
-"""``npuzero build-npu``: compiles the npu kernels with this machine's CANN."""
+"""``npuzero build-npu``: compile the npu kernels with this machine's CANN."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ torch_npu. The library goes into the user's cache, by release of CANN, architect
 found there by the next process, before one of the installation. One library serves Atlas A2 and A3: --soc rarely needs
 a value. Emulated and binding tested; not yet run on NPU hardware."""
 
-# A2 are Ascend910B1 and so on, A3 Ascend910_9392 and so on; what is called Ascend910 otherwise is older.
+# A2: Ascend910B1 and so on; A3: Ascend910_9392 and so on. Other names with Ascend910 are older processors.
 _PROCESSORS = re.compile(r"Ascend910(B[1-9]|_93)[\w-]*")
 _QUOTED_LINES = 30
-# As the extension opens it, in a process that has nothing of CANN yet.
+# As the extension opens it, in a process that has not loaded any CANN library.
 _LOAD = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW | os.RTLD_LOCAL)"
 
 
@@ -98,7 +98,7 @@ def _build_library(toolkit: Toolkit, target: Path, architecture: str, processor:
 
 
 def _quote_failure(text: str) -> str:
-    """Return the reason, and what was said from the first error on."""
+    """Return the reason, and the output from the first error on."""
     head, *lines = text.splitlines()
     first = next((number for number, line in enumerate(lines) if "error" in line.lower()), -_QUOTED_LINES)
     return "\n".join([head, *lines[first:][:_QUOTED_LINES]])

@@ -1,4 +1,4 @@
-"""``npuzero check``: does this installation compute what it should on this device? One file to send back."""
+"""``npuzero check``: check that this installation computes correctly on this device. Writes one report to send back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ On an NPU: source CANN's set_env.sh and run `npuzero build-npu` first. Send the 
 written as the checks go on, so it is there as well where one of them crashes or hangs. The status is 0 where everything
 was right, 2 where something was not or could not be done."""
 
-#: Parts of the report that are made of findings.
+#: Parts of the report that consist of findings.
 PARTS = ("setup", "ops", "collectives", "training")
 
 
@@ -66,10 +66,10 @@ def add_check_parser(commands: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> str:
-    """Run the command and return its output; the report is written in any case.
+    """Run the command and return its output. The report is written in any case.
 
     Raises:
-        BenchmarkError: something was wrong.
+        BenchmarkError: a check failed.
     """
     if options.nvme:
         return check_disks(options.nvme, options.parameters, options.quick, _print_progress)
@@ -115,12 +115,12 @@ def _check_everything(report: CheckReport, device: torch.device, options: argpar
             report.add("training", finding)
     with report.part("ops", "bandwidths"):
         _check_bandwidths(report, device, quick)
-    report.facts["kernels"]["blocks"] = npu_launches()  # last: the largest launches of all that
+    report.facts["kernels"]["blocks"] = npu_launches()  # last, to include the largest launches of all checks
 
 
 def _check_bandwidths(report: CheckReport, device: torch.device, quick: bool) -> None:
     nominal = report.facts["device"].get("nominal_gbs")
-    copied = None  # comes first; where it fails the others are measured all the same
+    copied = None  # measured first; if it fails, the remaining bandwidths are still measured
     for name, measure in check.bandwidth_probes(device, quick):
         with report.part("ops", f"bandwidth of {name}"):
             gbs = measure()
@@ -132,7 +132,7 @@ def _check_bandwidths(report: CheckReport, device: torch.device, quick: bool) ->
 
 
 class CheckReport:
-    """Write the report of one run into the folder `out`: anew with each finding, so that a crash leaves it."""
+    """Write the report of one run into the folder `out`. It is rewritten at each finding, so that a crash leaves it."""
 
     def __init__(self, out: Path, arguments: str) -> None:
         self.path = out / "report.json"
@@ -153,21 +153,21 @@ class CheckReport:
         }
 
     def add(self, part: str, finding: check.CheckFinding) -> None:
-        """Tell of it, and write what there is so far."""
+        """Print a finding, and write the report so far."""
         _print_progress(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
         self.facts[part].append(vars(finding))
         self._write()
 
     @contextmanager
     def part(self, part: str, name: str) -> Iterator[None]:
-        """Make a finding of `part` out of what cannot be done at all, and let the report go on."""
+        """Turn an exception into a finding of `part` and continue the report."""
         try:
             yield
         except Exception as error:
             self.add(part, check.CheckFinding(name, 1, 1, [f"{type(error).__name__}: {error}"]))
 
     def finish(self) -> str:
-        """Write all of it; return it as text."""
+        """Write the complete report and return it as text."""
         self.facts["complete"] = True
         self._write()
         return render_check(self.facts)
@@ -179,6 +179,7 @@ class CheckReport:
 
 def render_check(report: dict[str, Any]) -> str:
     """Return the report as text."""
+    # A report may be incomplete: an exception in one part leaves the entries of that part empty.
     machine = report["machine"]
     parts = [
         f"npuzero check, {report['date']}{', quick: the bandwidths mean nothing' * report['quick']}",
@@ -222,7 +223,7 @@ def _format_facts(facts: dict[str, Any]) -> str:
 
 
 def _first_device(kind: str) -> torch.device:
-    """Return the first device of the kind, made current."""
+    """Return the first device of the kind, and make it current."""
     if kind == "cpu":
         return devices.get(kind).device
     device = devices.get(f"{kind}:0").device

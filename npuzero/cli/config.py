@@ -1,4 +1,4 @@
-"""``npuzero config``: what becomes of another engine's configuration, key by key."""
+"""``npuzero config``: explain the translation of another engine's configuration, key by key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuzero.cli.arguments import parse_number
 from npuzero.cli.output.table import format_table
 from npuzero.errors import ConfigError, did_you_mean
 
-#: By a file's ending whose configuration it is, and the part of the package that explains it.
+#: By file ending: the engine, and the module that explains its configuration.
 DOORS = {
     ".json": ("DeepSpeed", "npuzero.compat.deepspeed"),
     ".py": ("InternEvo", "npuzero.compat.internevo"),
@@ -63,7 +63,7 @@ def run_config(options: argparse.Namespace) -> str:
     """Return the command's output.
 
     Raises:
-        ConfigError: no such kind of file, or a value of --auto that is no key=value.
+        ConfigError: the kind of file is unknown, or a value of --auto is not key=value.
     """
     suffix = options.file.suffix
     if suffix not in DOORS:
@@ -82,14 +82,14 @@ def run_config(options: argparse.Namespace) -> str:
 
 
 def render_all_keys(options: argparse.Namespace) -> str:
-    """Return the table of all keys."""
+    """Return the table of all known keys."""
     rules = import_module(DOORS[options.ending][1]).RULES
     rows = [(rule.path, rule.decision.value, rule.words) for rule in sorted(rules, key=lambda rule: rule.path)]
     return _wrapped_table(("key", "decision", "words"), rows)
 
 
 def render_translation(found: Any) -> str:
-    """Return the table of a translation, its traps, and how many keys met which decision."""
+    """Return the table of a translation, its traps, and the number of keys per decision."""
     rows = [(path, value, decision, goes, words) for path, value, decision, goes, words in found.rows()]
     sections = [_wrapped_table(("key", "value", "decision", "goes to", "words"), rows)]
     traps = [textwrap.fill(f"{path}: {trap}", 118, subsequent_indent="    ") for path, trap in found.traps()]
@@ -103,7 +103,7 @@ def render_translation(found: Any) -> str:
 
 
 def _wrapped_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out rows of text, of whose last column the words are wrapped."""
+    """Format rows of text with the last column wrapped."""
     lines: list[Sequence[str]] = []
     for *cells, words in rows:
         first, *rest = textwrap.wrap(words, _WORDS_WIDTH) or [""]
@@ -113,7 +113,7 @@ def _wrapped_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _parse_assignment(text: str) -> tuple[str, Any]:
-    """Read ``key=value``, whose value is JSON or else text."""
+    """Parse ``key=value``; the value is JSON, or text if it does not parse."""
     key, _, value = text.partition("=")
     if not key or not value:
         raise ConfigError("--auto", expected="KEY=VALUE", got=repr(text), do="Say e.g. optimizer.params.lr=1e-4.")

@@ -1,4 +1,4 @@
-"""``npuzero check --nvme FOLDER``: what the disks of some folders can do for training state that rests on them."""
+"""``npuzero check --nvme FOLDER``: measure disks for offloaded training state."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _CACHED = (
 
 
 def check_disks(folders: Sequence[Path], parameters: int, quick: bool, say: Callable[[str], None]) -> str:
-    """Return what the folders can do, as text, and tell how measuring goes.
+    """Measure the folders and return the results as text.
 
     Args:
-        parameters: of the model whose steps are told.
-        quick: less is measured: that it works.
+        parameters: of the model; the time of a step is estimated for it.
+        quick: a smoke run.
+        say: receives progress messages.
 
     Raises:
-        ConfigError: a folder is not there, cannot be written, or is memory.
-        OutOfSpace: there is no room to measure in.
+        ConfigError: a folder does not exist, cannot be written, or is in memory.
+        OutOfSpace: there is no room for the measurement.
         StorageError: a disk failed.
     """
     settings = Settings()
@@ -37,7 +38,7 @@ def check_disks(folders: Sequence[Path], parameters: int, quick: bool, say: Call
 
 
 def render_disk_speeds(found: DiskSpeeds, parameters: int) -> str:
-    """Return the text."""
+    """Return the measurements as text."""
     free = [[folder, f"{nbytes / 1e9:,.1f}"] for folder, nbytes in found.free.items()]
     mixed = found.gbs["read + write"]
     steps = [[name, f"{seconds:.2f}"] for name, seconds in disk_step_seconds(parameters, mixed).items()]

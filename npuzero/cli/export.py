@@ -1,4 +1,4 @@
-"""``npuzero export``: the unsharded weights in a checkpoint as safetensors files, without the model."""
+"""``npuzero export``: write the unsharded weights of a checkpoint as safetensors files, without the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``npuzero info``: what this installation has, and why something is missing."""
+"""``npuzero info``: show the contents of this installation, and why something is missing."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def run_info(options: argparse.Namespace) -> str:
 def render_info(facts: dict[str, Any]) -> str:
     """Return the facts as a page of text."""
     devices, isa = facts["devices"], facts["isa"]
+    # Device kinds come from the facts, not from this build: the page lists kinds without a device as well.
     named = {
         "Versions": {**facts["versions"], "platform": facts["platform"]},
         "Devices": {name: text for found in devices.values() for name, text in found["devices"].items()},

@@ -1,4 +1,4 @@
-"""``npuzero plan``: memory per rank and traffic per step of every preset, for a model given by size or by its JSON."""
+"""``npuzero plan``: memory per rank and traffic per step of every preset, for a model by size or config.json."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme, infinity
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
 in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""
 
-#: Ranks, where nobody says another number.
+#: Ranks by default.
 _WORLD = 8
 
 _LEGEND = """\
@@ -164,7 +164,7 @@ def run_plan(options: argparse.Namespace) -> str:
 def predict_presets(
     model: ModelShape | pipes.PipelineModel, mesh: MeshShape, options: argparse.Namespace
 ) -> dict[str, Report]:
-    """Return a Report for each preset; and where options say so, for each with parts off the device."""
+    """Return a Report for each preset; and, if requested, for each preset with offloaded parts."""
     settings = Settings(prefetch=options.prefetch)
     precision = wires.build_precision(options)
     presets = (*PRESETS, *THINNED * (mesh.node > 1), *SEQUENCED * (mesh.sequence > 1))
@@ -172,15 +172,13 @@ def predict_presets(
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
     placed = [tiers.offload_plan(plan, options) for plan in plans if plan.name not in THINNED]
     facts = {"clip": options.clip}
-    if isinstance(model, ModelShape):  # a pipeline's schedule has them
+    if isinstance(model, ModelShape):  # a pipeline takes them from its schedule
         facts["micro_batches"] = options.micro_batches
     return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed) if plan is not None}
 
 
 def preset_reports_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not
-    fit.
-    """
+    """Return the reports in bytes, by preset. ``bytes_left`` is negative if a preset does not fit a rank's memory."""
     return {name: _report_dict(report, options) for name, report in reports.items()}
 
 
@@ -194,14 +192,14 @@ def _report_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_fitting_preset(reports: dict[str, Report], memory_bytes: int) -> str | None:
-    """Return the first preset, in the table's order, that a rank has the memory for; None where none is."""
+    """Return the first preset, in table order, that fits in a rank's memory; None if none does."""
     return next((name for name, report in reports.items() if _device_bytes(report) <= memory_bytes), None)
 
 
 def merge_equal_presets(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
-    """Return a report for each way to place the state on these ranks, by the names of all presets that come to it.
+    """Merge presets that place the state in the same way on these ranks: one report, under all their names.
 
-    On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
+    On one host ``zero3 = hpz = hsdp = mics``; on one rank every preset is ``any preset``.
     """
     names: dict[object, list[str]] = {}
     for name, report in reports.items():
@@ -219,10 +217,12 @@ def render_plan(
     options: argparse.Namespace,
     pipe: pipes.PipelineModel | None = None,
 ) -> str:
-    """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
-    on a mesh of more axes that traffic by axes, and what layers send; and where any row has parts off the device what
-    that moves.
+    """Render tables of memory by part and traffic by collective, with totals.
+
+    A rank's memory adds a column of fits; a mesh with more axes adds traffic by axis and of layers; offloaded parts add
+    the bytes moved between memories.
     """
+    # Fits and advice use all presets, tables only the merged rows: keys of `rows` are joined names.
     rows = merge_equal_presets(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
@@ -291,7 +291,7 @@ def _traffic_by_axis(rows: dict[str, Report]) -> str:
 
 
 def _layer_traffic(layers: dict[str, dict[str, int]], options: argparse.Namespace) -> list[str]:
-    """Return the table of what layers send, or why there is none."""
+    """Return the table of the layers' traffic, or why there is none."""
     if layers:
         whose = "per rank and" if options.pipe == 1 else "of all stages together per"
         return [_bytes_table(f"sent by the layers {whose} step, on top of any preset", layers, first="axis")]
@@ -302,8 +302,9 @@ def _layer_traffic(layers: dict[str, dict[str, int]], options: argparse.Namespac
 
 
 def _format_shard_counts(plan: Plan, mesh: MeshShape) -> str:
-    """Return into how many shards the parts of the state are divided: those with equally many together."""
+    """Describe the number of shards of each part of the state; parts with equal counts are grouped."""
     within = _within_step_placements(plan)
+    # Placements within a step are listed only where they differ from the parameters at rest.
     resting = {part: placement for part, placement in plan.parts.items() if part not in within}
     shards = {part: mesh.size(placement.axes) for part, placement in resting.items()}
     cut: dict[int, list[str]] = {}
@@ -322,7 +323,7 @@ def _format_shard_counts(plan: Plan, mesh: MeshShape) -> str:
 
 
 def _within_step_placements(plan: Plan) -> dict[str, Placement]:
-    """Return where parameters rest within a step, by name."""
+    """Return the placements of parameters within a step, by name."""
     return {"after_forward": plan.held_after_forward, "between": plan.held_between}
 
 
@@ -335,7 +336,7 @@ def _format_fit(bytes_left: int) -> str:
 
 
 def _explain_equal_presets(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
-    """Return why presets are the same here, where the number of ranks or hosts is the reason."""
+    """Explain why presets are equal, if the number of ranks or hosts is the reason."""
     ranks, group = mesh.node * mesh.local, "stage" if mesh.pipe > 1 else "pod"
     if ranks == 1:
         here = "" if len(reports) == len(PRESETS) else " but for what rests off the device"
@@ -375,7 +376,7 @@ def _format_title(model: ModelShape, options: argparse.Namespace) -> str:
 
 
 def _load_model_shape(options: argparse.Namespace, ranks: int) -> ModelShape:
-    """Return the model; one that is given by its size alone has heads that ``ranks`` divide."""
+    """Return the model. A model given by its size has a number of heads that ``ranks`` divide."""
     if options.parameters is not None:
         return from_size(options.parameters, options.units, options.vocabulary, ranks)
     for name in ("units", "vocabulary"):

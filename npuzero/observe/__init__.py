@@ -1,4 +1,7 @@
-"""Observation: typed events go to sinks; without a sink each call costs one ``if``, and nothing is ever printed.
+"""Observation: typed events go to sinks. Without a sink each call costs one ``if``; nothing is ever printed.
+
+Spans, instants and counts flow in from the engine (``bus.py``), and to every sink that a program has added: a Chrome
+trace, JSON lines, counters, or torch's profiler (``sinks.py``). ``events.py`` defines their fields.
 
 A program records::
 
@@ -8,7 +11,6 @@ A program records::
 and the engine observes::
 
     with observe.span("gather", unit.name, nbytes=n): ...
-    observe.instant("prefetch", unit.name)
 """
 
 from npuzero.observe.bus import (

@@ -1,9 +1,9 @@
-"""Events on their way to sinks. Without a sink each call costs one ``if``.
+"""Delivery of events to sinks. Without a sink each call costs one ``if``.
 
 Invariants:
-    * the tuple of sinks is replaced, never changed, so that emitting needs no lock;
-    * a span goes to the sinks there were when it began;
-    * the rank of an event is that of the thread that emits it (ranks may be threads), else that of the process.
+    * the tuple of sinks is replaced, never modified, so that emitting needs no lock;
+    * a span goes to the sinks that existed when it began;
+    * an event's rank is that of the emitting thread (ranks may be threads), or by default that of the process.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _process_rank = 0
 
 
 def enabled() -> bool:
-    """Return whether any sink is there: ask before computing facts that cost something."""
+    """Return whether any sink exists. Ask before computing costly facts."""
     return bool(_sinks)
 
 
 def add_sink(sink: Sink) -> None:
-    """Send every event from now on to ``sink`` too."""
+    """Send every event from now on to ``sink`` as well."""
     global _sinks
     with _change:
         _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Sink) -> None:
-    """Send no further event to ``sink``, which stays open; do nothing if it was not added."""
+    """Stop sending events to ``sink``, which stays open. Does nothing if it was not added."""
     global _sinks
     with _change:
         _sinks = tuple(other for other in _sinks if other is not sink)
@@ -47,9 +47,9 @@ def remove_sink(sink: Sink) -> None:
 
 @contextmanager
 def recording(sink: _SinkType) -> Iterator[_SinkType]:
-    """Add ``sink`` for the length of a ``with`` block, then remove and close it.
+    """Add ``sink`` during a ``with`` block, then remove and close it.
 
-    What the sink has collected stays::
+    The sink's data remain available::
 
         with observe.recording(observe.Counters()) as counters:
             train()
@@ -64,7 +64,7 @@ def recording(sink: _SinkType) -> Iterator[_SinkType]:
 
 
 def set_rank(rank: int, *, process: bool = False) -> None:
-    """Set the rank of this thread's events; with ``process``, of all threads that have not set one themselves."""
+    """Set the rank of this thread's events; with ``process``, of all threads that have not set one."""
     global _process_rank
     if process:
         _process_rank = rank
@@ -73,12 +73,12 @@ def set_rank(rank: int, *, process: bool = False) -> None:
 
 
 def current_rank() -> int:
-    """Return the rank that events of this thread carry."""
+    """Return the rank of this thread's events."""
     return getattr(_thread, "rank", _process_rank)
 
 
 def emit(event: Event) -> None:
-    """Pass a finished event to the sinks: for work whose ends are known afterwards, as a collective's are."""
+    """Send a finished event to the sinks, for work with ends known only afterwards, such as a collective."""
     for sink in _sinks:
         sink.write(event)
 
@@ -103,7 +103,7 @@ def count(category: str, name: str, value: float, *, rank: int | None = None) ->
 
 
 class _NullSpan(AbstractContextManager[object]):
-    """Do nothing: the span where there is no sink."""
+    """Do nothing: the span without a sink."""
 
     def __enter__(self) -> _NullSpan:
         return self
@@ -116,7 +116,7 @@ _NOTHING = _NullSpan()
 
 
 class _LiveSpan(AbstractContextManager[object]):
-    """Time a ``with`` block, and send its span to the sinks that were there when it began."""
+    """Time a ``with`` block, and send its span to the sinks that existed when it began."""
 
     def __init__(self, category: str, name: str, rank: int, facts: dict[str, Any]) -> None:
         self._what = (category, name)

@@ -1,4 +1,4 @@
-"""The events that can be observed. Times are seconds of `time.perf_counter`, one clock for all ranks of a host."""
+"""The observable events. Times are seconds of `time.perf_counter`, one clock for all ranks of a host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """Record something that took time: ``Span("gather", "blocks.3", ...)``.
+    """Record an activity with a duration: ``Span("gather", "blocks.3", ...)``.
 
     Attributes:
         category: the kind of work (``compute``, ``gather``, ``reduce``, ``update`` ...); a lane of the trace.
-        name: what it was done to, usually a unit.
-        begin_s, end_s: its ends in seconds.
+        name: the object of the work, usually a unit.
+        begin_s, end_s: its begin and end in seconds.
         rank: global rank that did it.
-        facts: further values, such as ``nbytes``; ``error`` holds the kind of the exception that ended it, if one did.
+        facts: further values, such as ``nbytes``; ``error`` is the type of the exception that ended it, if any.
     """
 
     category: str
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Instant:
-    """Record something that happened at one moment."""
+    """Record a momentary event."""
 
     category: str
     name: str
@@ -40,7 +40,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Count:
-    """Record the value that a quantity has from now on, such as bytes held."""
+    """Record the value of a quantity from now on, such as bytes held."""
 
     category: str
     name: str

@@ -1,4 +1,4 @@
-"""The sinks that events go to. A sink may be called from any thread; each class here says what it leaves behind."""
+"""The sinks for events. A sink may be called from any thread. Each class documents its output."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from npuzero.observe.events import Count, Event, Instant, Span
 
 
 class Sink(ABC):
-    """Take events. Only :meth:`write` must be given."""
+    """Take events. Subclasses must implement :meth:`write`."""
 
     @abstractmethod
     def write(self, event: Event) -> None:
         """Take one finished event."""
 
     def begin(self, category: str, name: str) -> None:  # noqa: B027 - most sinks wait for the finished span
-        """Open a span in this thread; spans of one thread close in the opposite order."""
+        """Open a span in this thread. Spans of a thread close in reverse order."""
 
     def end(self) -> None:  # noqa: B027
-        """Close the span that this thread opened last; :meth:`write` follows."""
+        """Close the span opened last in this thread; :meth:`write` follows."""
 
     def close(self) -> None:  # noqa: B027
-        """Finish: no further event comes. Calling it again does nothing."""
+        """Finish: no further event follows. Idempotent."""
 
 
 class Events(Sink):
-    """Keep every event in ``events``, in order of completion: for tests, and for reading afterwards."""
+    """Keep every event in ``events``, in order of completion, for tests and later reading."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -45,7 +45,7 @@ class Events(Sink):
 
 @dataclass
 class EventTotal:
-    """Hold what :class:`Counters` keeps of one (category, name): how often, and for spans how long in all."""
+    """Hold the totals in :class:`Counters` of one (category, name): count, seconds of spans, and last value."""
 
     times: int = 0
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class EventTotal:
 
 
 class Counters(Sink):
-    """Keep sums instead of events: ``counters.totals["gather", "blocks.3"].seconds``; ``value`` is a Count's last."""
+    """Keep sums instead of events: ``counters.totals["gather", "blocks.3"].seconds``; ``value`` is the last Count's."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], EventTotal] = defaultdict(EventTotal)
@@ -70,7 +70,7 @@ class Counters(Sink):
 
 
 class JsonLines(Sink):
-    """Write one JSON object per event and line: the event's fields and its ``kind``; flushed by :meth:`close`.
+    """Write one JSON object per line and event: the event's fields and its ``kind``. Flushed by :meth:`close`.
 
     Raises:
         StorageError: the file cannot be opened or written.
@@ -99,7 +99,7 @@ class JsonLines(Sink):
 class ChromeTrace(Sink):
     """Write a file for Perfetto or chrome://tracing on :meth:`close`: a process per rank, a thread per category.
 
-    Source of the format: the Trace Event Format document (phases X, i, C, M; times in microseconds).
+    Format: the Trace Event Format document (phases X, i, C, M; times in microseconds).
 
     Raises:
         StorageError: the file cannot be written.
@@ -126,7 +126,7 @@ class ChromeTrace(Sink):
 
 
 def build_trace_events(events: list[Event]) -> list[dict[str, Any]]:
-    """Return the events as objects of the Trace Event Format, with a name for each process (rank) and thread."""
+    """Return the events as objects of the Trace Event Format, with names for processes (ranks) and threads."""
     lanes: dict[tuple[int, str], int] = {}
     rows = [_build_trace_event(event, lanes.setdefault((event.rank, event.category), len(lanes))) for event in events]
     for rank in sorted({rank for rank, _ in lanes}):
@@ -164,7 +164,7 @@ class ProfilerRanges(Sink):
         self._stack().pop().__exit__(None, None, None)
 
     def write(self, event: Event) -> None:
-        """Do nothing: torch has the range already."""
+        """Do nothing: torch already has the range."""
 
     def _stack(self) -> list[Any]:
         if not hasattr(self._open, "ranges"):

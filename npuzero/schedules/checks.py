@@ -1,4 +1,4 @@
-"""What schedules are made with, checked at the door."""
+"""Checks of the schedules' arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuzero.errors import ConfigError, config_error_as, did_you_mean
 
 
 def check_optimizer(schedule: str, optimizer: Any) -> None:
-    """Raise a ConfigError, which is a TypeError, too, where ``optimizer`` is none."""
+    """Raise a ConfigError that is also a TypeError if ``optimizer`` is not an optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise config_error_as(TypeError)(
             schedule,
@@ -24,7 +24,7 @@ def check_optimizer(schedule: str, optimizer: Any) -> None:
 
 
 def check_numbers(schedule: str, least: float, **numbers: Any) -> None:
-    """Raise a ConfigError for the first that is no finite number from ``least`` on."""
+    """Raise a ConfigError for the first value that is not a finite number of at least ``least``."""
     for name, value in numbers.items():
         if not _is_number(value) or value < least:
             raise ConfigError(
@@ -37,7 +37,7 @@ def check_numbers(schedule: str, least: float, **numbers: Any) -> None:
 
 
 def check_steps(schedule: str, least: int = 1, **numbers: Any) -> None:
-    """Raise a ConfigError for the first that is no integer from ``least`` on."""
+    """Raise a ConfigError for the first value that is not an integer of at least ``least``."""
     for name, value in numbers.items():
         if type(value) is not int or value < least:
             raise ConfigError(
@@ -50,7 +50,7 @@ def check_steps(schedule: str, least: int = 1, **numbers: Any) -> None:
 
 
 def check_choice(schedule: str, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise a ConfigError where ``value`` is none of the words ``known``."""
+    """Raise a ConfigError if ``value`` is not in ``known``."""
     known = tuple(known)
     if value not in known:
         raise ConfigError(
@@ -63,10 +63,10 @@ def check_choice(schedule: str, name: str, value: Any, known: Iterable[str]) -> 
 
 
 def values_per_group(schedule: str, optimizer: Optimizer, name: str, value: Any) -> list[float]:
-    """Return one number of each parameter group: those given, or the one given for all.
+    """Return one number per parameter group, from a number or a sequence.
 
     Raises:
-        ConfigError: other than numbers, or not as many as there are groups.
+        ConfigError: the values are not numbers, or not as many as groups.
     """
     groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * groups

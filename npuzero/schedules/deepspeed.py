@@ -1,9 +1,9 @@
-"""DeepSpeed's five schedules, as torch's: constructed by the keywords of its JSON, with its numbers to the last bit.
+"""DeepSpeed's five schedules as torch schedulers: the keywords of its JSON, and bit-identical values.
 
-What they compute is read from DeepSpeed 0.19.8 (``runtime/lr_schedules.py``). It counts optimizer steps from 0, and
-says -1 for the time before the first ``step()`` of the schedule, so that a rate is that of the *iteration* before:
-here ``last_epoch`` is one more. Like every schedule of torch's, one is made after its optimizer, stepped after each
-``optimizer.step()`` (by DeepSpeed's engine not after an overflow), and saved by its ``state_dict()``.
+The formulas are those of DeepSpeed 0.19.8 (``runtime/lr_schedules.py``). It counts optimizer steps from 0, and uses -1
+before the schedule's first ``step()``, so that a rate belongs to the *previous* iteration: ``last_epoch`` here is one
+larger. As with every torch schedule: create it after the optimizer, step it after each ``optimizer.step()``
+(DeepSpeed's engine skips overflows), and save its ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npuzero.schedules.checks import check_choice, check_numbers, check_optimize
 
 Rates = list[float | Tensor]
 
-#: By ``warmup_type`` how much of the way up is done after so many of the steps of a warm-up.
+#: By ``warmup_type``: the fraction of the warm-up after a number of its steps.
 _WARMUPS: Mapping[str, Callable[[int, int], float]] = {
     "log": lambda done, steps: 1.0 / math.log(steps) * math.log(done + 1),
     "linear": lambda done, steps: done / steps,
@@ -30,9 +30,9 @@ _WARMUPS: Mapping[str, Callable[[int, int], float]] = {
 
 
 class _IterationScheduler(LRScheduler, ABC):
-    """Give the rates of iteration ``last_batch_iteration``, which is -1 before the first.
+    """Compute the rates of iteration ``last_batch_iteration``, which is -1 before the first.
 
-    Attributes that subclasses make before they call this constructor are what :meth:`state_dict` saves beside torch's.
+    :meth:`state_dict` saves, with torch's, the attributes that a subclass sets before it calls this constructor.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
@@ -43,7 +43,7 @@ class _IterationScheduler(LRScheduler, ABC):
 
     @property
     def last_batch_iteration(self) -> int:
-        """Return the last iteration, as DeepSpeed counts."""
+        """Return the last iteration in DeepSpeed's counting."""
         return self.last_epoch - 1
 
     def get_lr(self) -> Rates:
@@ -52,23 +52,23 @@ class _IterationScheduler(LRScheduler, ABC):
 
     @abstractmethod
     def _rates(self, iteration: int) -> Rates:
-        """Return the rate of each group at ``iteration``, from -1 on."""
+        """Return the rate of each group at ``iteration``, which is at least -1."""
 
 
 @refuse_unknown_keywords()
 class LRRangeTest(_IterationScheduler):
-    """Raise the rate from ``lr_range_test_min_lr`` on, linearly or in stairs, to find out what a model stands.
+    """Raise the rate from ``lr_range_test_min_lr``, linearly or in stairs, to find the largest usable rate.
 
-    At iteration i it is min_lr * (1 + step_rate * (i + 1) / step_size), with the quotient rounded down where it is a
+    The rate at iteration i is min_lr * (1 + step_rate * (i + 1) / step_size), with the quotient rounded down for a
     staircase (Smith 2018, arXiv 1803.09820; DeepSpeed's ``LRRangeTest``).
 
     Args:
-        optimizer: any of torch's kind.
-        lr_range_test_min_lr: a number, or one of each parameter group.
-        lr_range_test_step_size: optimizer steps to an interval.
-        lr_range_test_step_rate: by what part of min_lr an interval raises the rate.
-        lr_range_test_staircase: raise it at the end of an interval only.
-        last_batch_iteration: where to go on; -1: at the beginning.
+        optimizer: a torch optimizer.
+        lr_range_test_min_lr: a number, or one per parameter group.
+        lr_range_test_step_size: optimizer steps per interval.
+        lr_range_test_step_rate: increase of the rate per interval, as a fraction of min_lr.
+        lr_range_test_staircase: raise the rate only at the end of an interval.
+        last_batch_iteration: iteration to resume from; -1: start.
 
     Raises:
         ConfigError: arguments out of range.
@@ -106,25 +106,25 @@ class LRRangeTest(_IterationScheduler):
 
 @refuse_unknown_keywords()
 class OneCycle(_IterationScheduler):
-    """Take the rate up and down again once, betas the other way, and let both decay afterwards.
+    """Move the rate up and down once, betas in the opposite direction, and decay both afterwards.
 
-    After Smith 2018 (arXiv 1803.09820), as DeepSpeed's ``OneCycle`` has it: the height within the cycle goes linearly
-    from 0 to 1 and back, in stairs if asked for; the rate is min + height * (max - min), and the first beta
-    max - height * (max - min). After the cycle the rate is min / (1 + decay_lr_rate * n), and the beta
-    max * (1 + decay_mom_rate * n), with n = iterations since / decay_step_size. In the optimizer's first step the beta
-    is min, as the rate is; the second beta is 0.99, whatever the optimizer was told.
+    After Smith 2018 (arXiv 1803.09820), as in DeepSpeed's ``OneCycle``: the height within the cycle moves linearly from
+    0 to 1 and back, optionally in stairs. The rate is min + height * (max - min), and the first beta max - height *
+    (max - min). After the cycle the rate is min / (1 + decay_lr_rate * n), and the beta max * (1 + decay_mom_rate * n),
+    with n = iterations since / decay_step_size. In the optimizer's first step both the rate and the beta are min; the
+    second beta is always 0.99, independent of the optimizer's.
 
     Args:
-        optimizer: any of torch's kind; without ``betas`` its momentum is left alone, with a warning.
-        cycle_min_lr, cycle_max_lr: a number, or one of each parameter group.
+        optimizer: a torch optimizer; without ``betas`` its momentum is not changed, with a warning.
+        cycle_min_lr, cycle_max_lr: a number, or one per parameter group.
         decay_lr_rate: 0: the rate stays at ``cycle_min_lr`` after the cycle.
         cycle_first_step_size, cycle_second_step_size: optimizer steps up, and down; None: as many as up.
         cycle_first_stair_count, cycle_second_stair_count: stairs up, and down; 0 or -1: none; None: as up.
-        decay_step_size: 0: nothing decays.
+        decay_step_size: 0: no decay.
         cycle_momentum: whether betas are cycled.
-        cycle_min_mom, cycle_max_mom: of the first beta; a number, or one of each parameter group.
+        cycle_min_mom, cycle_max_mom: of the first beta; a number, or one per parameter group.
         decay_mom_rate: 0: the first beta stays at ``cycle_max_mom``.
-        last_batch_iteration: where to go on; -1: at the beginning.
+        last_batch_iteration: iteration to resume from; -1: start.
 
     Raises:
         ConfigError: arguments out of range.
@@ -179,7 +179,7 @@ class OneCycle(_IterationScheduler):
         super().__init__(optimizer, last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one optimizer step: rates, and betas where they are cycled."""
+        """Take one optimizer step: rates, and betas if they are cycled."""
         super().step(epoch)
         if self.cycle_momentum:
             for group, first in zip(self.optimizer.param_groups, self._momenta(self.last_batch_iteration), strict=True):
@@ -193,7 +193,7 @@ class OneCycle(_IterationScheduler):
         return [least / (1 + decays) for least in self.min_lrs]
 
     def _momenta(self, iteration: int) -> list[float]:
-        if iteration < 0:  # the optimizer's first step, in which the rate is the least, too
+        if iteration < 0:  # the optimizer's first step, in which the rate is also the minimum
             return self.min_moms
         if iteration < self.up + self.down:
             height = self._height(iteration)
@@ -202,12 +202,12 @@ class OneCycle(_IterationScheduler):
         return [most * (1 + decays) for most in self.max_moms]
 
     def _intervals(self, iteration: int) -> float:
-        """Return the intervals of decay since the cycle; 0 where nothing decays."""
+        """Return the decay intervals since the cycle; 0 without decay."""
         since = iteration - (self.up + self.down) + 1
         return since / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self, iteration: int) -> float:
-        """Return how far between least and most: 0 to 1 and back within a cycle."""
+        """Return the height between minimum and maximum: 0 to 1 and back within a cycle."""
         total, done = self.up + self.down, iteration + 1
         part = 1.0 + done / total - math.floor(1 + done / total)
         top = self.up / total
@@ -215,7 +215,7 @@ class OneCycle(_IterationScheduler):
         stairs = self.stairs_up if rises else self.stairs_down
         if stairs <= 0:
             return part / top if rises else (part - 1) / (top - 1)
-        # Stairs are counted from whole steps: a quotient could lie just below one.
+        # Count stairs from full steps: a quotient could be just below an integer.
         within = done % total
         reached = within * stairs / self.up if within <= self.up else (total - within) * stairs / self.down
         return math.floor(reached) / stairs
@@ -223,18 +223,18 @@ class OneCycle(_IterationScheduler):
 
 @refuse_unknown_keywords()
 class WarmupLR(_IterationScheduler):
-    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr``, and leave it there.
+    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr``, and keep it there.
 
-    At iteration i of n it is min + (max - min) * log(i + 1) / log(n), or * i / n where the warm-up is linear
+    The rate at iteration i of n is min + (max - min) * log(i + 1) / log(n), or * i / n for a linear warm-up
     (DeepSpeed's ``WarmupLR``); in the first step it is min.
 
     Args:
-        optimizer: any of torch's kind.
-        warmup_min_lr: a number, or one of each parameter group.
-        warmup_max_lr: likewise; None: the optimizer's own.
-        warmup_num_steps: n, in optimizer steps; 1 is taken for 2.
+        optimizer: a torch optimizer.
+        warmup_min_lr: a number, or one per parameter group.
+        warmup_max_lr: a number, or one per parameter group; None: the optimizer's own.
+        warmup_num_steps: n, in optimizer steps; 1 is treated as 2.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: where to go on; -1: at the beginning.
+        last_batch_iteration: iteration to resume from; -1: start.
 
     Raises:
         ConfigError: arguments out of range.
@@ -275,20 +275,20 @@ class WarmupLR(_IterationScheduler):
         return [least + (most - least) * part for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _part_after(self, iteration: int) -> float:
-        """Return how far above the least the rate is after the warm-up; 1: at the most."""
+        """Return the position between minimum (0) and maximum (1) after the warm-up."""
         return 1.0
 
 
 @refuse_unknown_keywords()
 class WarmupDecayLR(WarmupLR):
-    """Raise the rate as :class:`WarmupLR` does, and take it down linearly until ``total_num_steps``.
+    """Raise the rate as :class:`WarmupLR` does, then lower it linearly until ``total_num_steps``.
 
-    Behind the warm-up it is min + (max - min) * (total - i) / (total - n), and min from the end on (DeepSpeed's
+    After the warm-up it is min + (max - min) * (total - i) / (total - n), and min after the end (DeepSpeed's
     ``WarmupDecayLR``).
 
     Args:
-        optimizer: any of torch's kind.
-        total_num_steps: optimizer steps in all.
+        optimizer: a torch optimizer.
+        total_num_steps: optimizer steps in total.
         warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for :class:`WarmupLR`.
 
     Raises:
@@ -321,20 +321,20 @@ class WarmupDecayLR(WarmupLR):
 
 @refuse_unknown_keywords()
 class WarmupCosineLR(_IterationScheduler):
-    """Raise the rate to the optimizer's own, and take it down by half a cosine until ``total_num_steps``.
+    """Raise the rate to the optimizer's own, then lower it along half a cosine until ``total_num_steps``.
 
-    A rate is the optimizer's, times a ratio: warmup_min_ratio + (1 - warmup_min_ratio) * log(i + 1) / log(n), or
-    * i / n where the warm-up is linear; behind it cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2 with
-    p = (i - n + 1) / (total - n), at most 1 (DeepSpeed's ``WarmupCosineLR``). The ratio of the first step is 0.
+    A rate is the optimizer's times a ratio. Warm-up: warmup_min_ratio + (1 - warmup_min_ratio) * log(i + 1) / log(n),
+    or i / n for a linear one; then cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2 with p = (i - n + 1) /
+    (total - n), at most 1 (DeepSpeed's ``WarmupCosineLR``). The ratio of the first step is 0.
 
     Args:
-        optimizer: any of torch's kind.
-        total_num_steps: optimizer steps in all.
-        warmup_min_ratio: to begin with.
-        warmup_num_steps: n, in optimizer steps; 1 is taken for 2.
-        cos_min_ratio: in the end.
+        optimizer: a torch optimizer.
+        total_num_steps: optimizer steps in total.
+        warmup_min_ratio: at the start.
+        warmup_num_steps: n, in optimizer steps; 1 is treated as 2.
+        cos_min_ratio: at the end.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: where to go on; -1: at the beginning.
+        last_batch_iteration: iteration to resume from; -1: start.
 
     Raises:
         ConfigError: arguments out of range.

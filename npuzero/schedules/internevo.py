@@ -1,7 +1,7 @@
-"""InternEvo's schedules: warm-up and cosine of the rate, and a second beta that grows with the steps taken.
+"""InternEvo's schedules: warm-up and cosine of the rate, and a second beta that grows with the number of steps.
 
-What they compute is read from InternEvo (``internlm/solver/schedulers``), which goes down the cosine step by step from
-the rate of before: here each rate is the formula's, the same but for its rounding.
+The formulas are those of InternEvo (``internlm/solver/schedulers``). It computes each rate of the cosine from the
+previous rate; here each rate is computed directly, and differs only by rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npuzero.schedules.checks import check_numbers, check_optimizer, check_steps
 
 
 class _WarmupCosineScheduler(LRScheduler):
-    """Keep the rate at 0, raise it linearly to the optimizer's own, and take it down by half a cosine."""
+    """Keep the rate at 0, raise it linearly to the optimizer's own, and lower it along half a cosine."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class _WarmupCosineScheduler(LRScheduler):
 
 @refuse_unknown_keywords()
 class CosineAnnealingWarmupLR(_WarmupCosineScheduler):
-    """Raise the rate linearly to the optimizer's own, and take it down by half a cosine to ``eta_min``.
+    """Raise the rate linearly to the optimizer's own, then lower it along half a cosine to ``eta_min``.
 
     After e steps it is (e + 1) / warmup_steps of the optimizer's; from warmup_steps on eta_min + (own - eta_min) * (1 +
     cos(pi * (e - warmup_steps) / (total_steps - warmup_steps))) / 2 (InternEvo's class of this name).
 
     Args:
-        optimizer: any of torch's kind.
-        total_steps: optimizer steps in all.
-        warmup_steps: of them, those of the warm-up.
-        eta_min: the rate in the end.
-        last_epoch: where to go on; -1: at the beginning.
+        optimizer: a torch optimizer.
+        total_steps: optimizer steps in total.
+        warmup_steps: steps of the warm-up, included in the total.
+        eta_min: the final rate.
+        last_epoch: step to resume from; -1: start.
 
     Raises:
-        ConfigError: arguments out of range, or nothing left for the cosine.
+        ConfigError: arguments out of range, or no steps left for the cosine.
 
     Example::
 
@@ -99,20 +99,20 @@ class CosineAnnealingWarmupLR(_WarmupCosineScheduler):
 
 @refuse_unknown_keywords()
 class FineTuneCosineAnnealingWarmupLR(_WarmupCosineScheduler):
-    """Keep the rate at 0 for ``init_steps``, and go on as :class:`CosineAnnealingWarmupLR`.
+    """Keep the rate at 0 for ``init_steps``, then continue as :class:`CosineAnnealingWarmupLR`.
 
-    It is what the ``lr_scheduler`` of an InternEvo configuration stands for.
+    The ``lr_scheduler`` of an InternEvo configuration means this schedule.
 
     Args:
-        optimizer: any of torch's kind.
-        total_steps: optimizer steps in all.
-        init_steps: of them, those without any rate.
-        warmup_ratio: which part of them the warm-up behind these takes, rounded down to whole steps.
-        eta_min: the rate in the end.
-        last_epoch: where to go on; -1: at the beginning.
+        optimizer: a torch optimizer.
+        total_steps: optimizer steps in total.
+        init_steps: steps with rate 0, included in the total.
+        warmup_ratio: fraction of the total for the warm-up after these, rounded down to an integer number of steps.
+        eta_min: the final rate.
+        last_epoch: step to resume from; -1: start.
 
     Raises:
-        ConfigError: arguments out of range, or nothing left for the cosine.
+        ConfigError: arguments out of range, or no steps left for the cosine.
 
     Example::
 
@@ -137,16 +137,16 @@ class FineTuneCosineAnnealingWarmupLR(_WarmupCosineScheduler):
 
 @refuse_unknown_keywords()
 class Beta2Scheduler:
-    """Let the second beta of every group grow with the steps taken: max(init_beta2, 1 - 1 / steps^c).
+    """Raise the second beta of every group with the number of steps: max(init_beta2, 1 - 1 / steps^c).
 
-    After Zhai et al. 2022 (arXiv 2106.04560) and Shazeer & Stern 2018 (arXiv 1804.04235), as InternEvo's class of this
-    name: it changes nothing before its first step, and nothing but ``init_beta2`` is set where ``c`` is not positive.
+    After Zhai et al. 2022 (arXiv 2106.04560) and Shazeer & Stern 2018 (arXiv 1804.04235), as in InternEvo's class of
+    this name: it changes nothing before its first step, and only sets ``init_beta2`` if ``c`` is not positive.
 
     Args:
-        optimizer: any with ``betas``.
-        init_beta2: the least, in [0, 1).
-        c: the exponent; InternEvo's configurations have 0, or 0.8.
-        cur_iter: steps taken before; -1: none.
+        optimizer: an optimizer with ``betas``.
+        init_beta2: the minimum, in [0, 1).
+        c: the exponent; 0 or 0.8 in InternEvo's configurations.
+        cur_iter: steps already taken; -1: none.
 
     Raises:
         ConfigError: arguments out of range, or an optimizer without betas.
@@ -180,20 +180,20 @@ class Beta2Scheduler:
         return max(self.init_beta2, grown)
 
     def step(self) -> None:
-        """Note one optimizer step more, and set the second beta of every group."""
+        """Count one more optimizer step, and set the second beta of every group."""
         self.cur_iter += 1
         for group in self.optimizer.param_groups:
             group["betas"] = (group["betas"][0], self.get_beta2())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` takes; the optimizer's own has the betas."""
+        """Return the state for :meth:`load_state_dict`. The betas are in the optimizer's state."""
         return {"init_beta2": self.init_beta2, "c": self.c, "cur_iter": self.cur_iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called.
+        """Restore the state returned by :meth:`state_dict`.
 
         Raises:
-            CheckpointError: it gave no such thing.
+            CheckpointError: the state has different keys.
         """
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise CheckpointError(

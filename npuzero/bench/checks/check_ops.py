@@ -1,7 +1,7 @@
-"""Whether an installation computes what it should on a device: ops on a grid, collectives between ranks, bandwidths.
+"""Correctness of an installation on a device: a grid of ops, collectives between ranks, and bandwidths.
 
-For machines that nobody of the project has seen: one command, whose report is sent back. Ops are compared with their
-references on the host, bit for bit where the contract says so; collectives with sums made on the host.
+For machines that the project has no access to: one command produces a report to send back. Ops are compared with their
+references on the host, bit for bit where the contract requires it; collectives with sums computed on the host.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ QUICK_SIZES = (0, 1, 17, 4099)
 SIZES = (0, 1, 15, 16, 17, 1023, 1025, 4096, 4097, 65_543, 1_000_003)
 OFFSETS = (0, 1, 3)
 
-COPY = "torch's copy"  # the bandwidth that others are held against, and the first that is measured
-LINKS = ("host to device", "device to host")  # not of the device's memory
+COPY = "torch's copy"  # the reference bandwidth, measured first
+LINKS = ("host to device", "device to host")  # not bandwidths of the device's memory
 
-_GUARD = 64  # elements before and after each buffer, which no op may touch
+_GUARD = 64  # elements before and after each buffer that no op may touch
 _PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TOLD = 5  # of what is wrong, by check
+_TOLD = 5  # problems reported per check
 
 
 @dataclass
 class CheckFinding:
-    """Record one check: how many cases, and what was wrong in the first few of those that were."""
+    """Record one check: the number of cases, the number of failures, and the first few problems."""
 
     name: str
     cases: int = 0
@@ -48,7 +48,7 @@ class CheckFinding:
     first: list[str] = field(default_factory=list)
 
     def count(self, problem: str | None) -> None:
-        """Count one case more."""
+        """Count one more case."""
         self.cases += 1
         if problem is not None:
             self.wrong += 1
@@ -56,7 +56,7 @@ class CheckFinding:
 
 
 class _GuardedBuffers:
-    """Make tensors on the device, each between guards and `offset` elements after an aligned address."""
+    """Allocate tensors on the device, each between guards, starting `offset` elements after an aligned address."""
 
     def __init__(self, device: torch.device, offset: int) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class _GuardedBuffers:
 
     def put(self, content: Tensor) -> Tensor:
         """Copy `content` between guards."""
-        guard = 7 + len(self._wholes)  # another for each: a neighbour's would not be told from its own
+        guard = 7 + len(self._wholes)  # different per buffer: a buffer's guard cannot pass for its neighbour's
         around = torch.full((2 * _GUARD + self._offset + content.numel(),), guard, dtype=content.dtype)
         begin = _GUARD + self._offset
         around[begin : begin + content.numel()] = content
@@ -74,7 +74,7 @@ class _GuardedBuffers:
         return whole[begin : begin + content.numel()]
 
     def touched(self) -> bool:
-        """Tell whether a guard has changed."""
+        """Return whether a guard has changed."""
         begin = _GUARD + self._offset
         for whole, around in self._wholes:
             guards = [torch.cat([buffer[:begin], buffer[-_GUARD:]]) for buffer in (whole.cpu(), around)]
@@ -113,7 +113,7 @@ def _compare_case(case: Case, device: torch.device, numel: int, offset: int) -> 
 
 
 def _find_bit_difference(found: Tensor, expected: Tensor) -> str | None:
-    """Return the first difference in bits; one NaN is as good as another."""
+    """Return the first bitwise difference. All NaNs count as equal."""
     pattern = _PATTERN[found.element_size()]
     same = (found.view(pattern) == expected.view(pattern)) | (found.isnan() & expected.isnan())
     if bool(same.all()):
@@ -123,7 +123,7 @@ def _find_bit_difference(found: Tensor, expected: Tensor) -> str | None:
 
 
 def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[list[CheckFinding], dict[str, float]]:
-    """Check every collective between `ranks` processes of this host; return their bandwidths, GB/s that a rank sends.
+    """Check every collective between `ranks` processes of this host; return findings and GB/s sent per rank.
 
     Raises:
         BenchmarkError: a rank died, failed, or did not answer.
@@ -139,19 +139,19 @@ def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[lis
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> CollectiveCheckRank:
-    """Make the work for worker.py."""
+    """Make this rank's work for worker.py."""
     return CollectiveCheckRank(options["device"])
 
 
 class CollectiveCheckRank:
-    """Be one rank of ``check_collectives``."""
+    """Run one rank of ``check_collectives``."""
 
     def __init__(self, device: str) -> None:
         self.world = process_world(device, timeout_s=300.0)
         self.group = self.world.communicator(range(self.world.size), "check")
 
     def verbs(self, quick: bool) -> list[dict[str, Any]]:
-        """Return a finding for each collective and dtype."""
+        """Return one finding per collective and dtype."""
         findings = []
         for dtype in (*FLOATS, torch.float64, torch.int64, torch.uint8):
             for verb in ("all_gather", "all_to_all", "broadcast", "all_reduce", "reduce_scatter"):
@@ -164,7 +164,7 @@ class CollectiveCheckRank:
         return findings
 
     def bandwidths(self, quick: bool) -> dict[str, float]:
-        """Return GB/s of what each rank sends, by collective."""
+        """Return the GB/s that each rank sends, by collective."""
         size, n = self.world.size, (1 << 16 if quick else 1 << 24)
         whole, shard = torch.ones(size * n, device=self.world.device), torch.ones(n, device=self.world.device)
         calls: dict[str, Callable[[], Any]] = {
@@ -209,6 +209,7 @@ class CollectiveCheckRank:
             result = shard
             self.group.reduce_scatter(shard, mine).wait()
             expected = _sum_parts([whole[own] for whole in wholes])
+        # Sums of floats may be in any order: allow one eps per rank, relative to the sum of magnitudes.
         exact = not dtype.is_floating_point or verb in ("all_gather", "all_to_all", "broadcast")
         parts = [whole[own] if verb == "reduce_scatter" else whole for whole in wholes]
         bound = 0.0 if exact else size * torch.finfo(dtype).eps * torch.stack(parts).double().abs().sum(0)
@@ -225,7 +226,7 @@ def _sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def bandwidth_probes(device: torch.device, quick: bool = False) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Yield the names of copies and ops on large buffers, and what measures each: GB/s, of bytes read and written."""
+    """Yield the names of copies and ops on large buffers, each with a function that returns GB/s read and written."""
     n = 1 << 16 if quick else 1 << 26
     repeats = 3 if quick else 9
     with torch.device(device):

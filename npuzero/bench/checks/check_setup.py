@@ -1,4 +1,4 @@
-"""What a report says before anything is measured: the device, its library of kernels, and whether they run at all."""
+"""Checks before any measurement: the device, its kernel library, and whether the kernels run at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npuzero.errors import NpuZeroError
 
 
 def kernel_library() -> dict[str, Any]:
-    """Describe the npu kernels in use: which file, for what, and how the CANN that is here builds them."""
+    """Describe the npu kernels in use: library file, architecture, and the build method of the installed CANN."""
     path, toolkit = Path(_native.npu_library()), find_toolkit("cann")
     facts: dict[str, Any] = {"why_none": kernels.why_no_library()}
     if path.is_file():
@@ -30,9 +30,7 @@ def kernel_library() -> dict[str, Any]:
 
 
 def check_setup(device: torch.device) -> Iterator[CheckFinding]:
-    """Check whether the device is set up as the engine needs it, and whether its kernels run, of which all else
-    depends.
-    """
+    """Check the device's settings and a first use of its kernels. All other checks depend on both."""
     settings, first_use = CheckFinding("settings of the device"), CheckFinding("first use of the kernels")
     try:
         devices.get(device).check([])

@@ -1,4 +1,4 @@
-"""Training steps on a device under zero0 to zero3: each rank's losses against those of plain torch on the CPU."""
+"""Training steps on a device under zero0 to zero3: each rank's losses compared with plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuzero.bench.team import Team, python_worker
 from npuzero.comm import process_world
 from npuzero.errors import NpuZeroError
 
-#: By name: the stage, the precision, and how far a loss may be from the CPU's in float32, relative to it.
+#: By name: stage, precision, and the allowed relative difference from the CPU's float32 losses.
 RUNS: dict[str, tuple[int, str | None, float]] = {
     **{f"zero{stage}": (stage, None, 1e-3) for stage in range(4)},
     "zero3 in bf16": (3, "bf16", 0.05),
@@ -26,9 +26,7 @@ _LR, _MAX_NORM = 1e-2, 0.5
 
 
 def check_training(device: str, ranks: int) -> Iterator[tuple[CheckFinding, dict[str, list[float]]]]:
-    """Run each of RUNS on `ranks` processes: yield what was wrong, and rank 0's losses,
-    on the device and on the CPU.
-    """
+    """Run each of RUNS on `ranks` processes. Yield its finding, and rank 0's losses on the device and on the CPU."""
     with ExitStack() as stack:
         team = None
         for name in RUNS:
@@ -39,7 +37,7 @@ def check_training(device: str, ranks: int) -> Iterator[tuple[CheckFinding, dict
                 )
                 answers = team.ask("train", name=name)
             except NpuZeroError as error:
-                team = None  # an error ends it
+                team = None  # an error ends the team
                 yield CheckFinding(name, 1, 1, [f"{type(error).__name__}: {error}"]), {}
                 continue
             yield compare_training(name, answers), {f"{name}, {where}": losses for where, losses in answers[0].items()}
@@ -56,18 +54,18 @@ def compare_training(name: str, answers: list[dict[str, list[float]]]) -> CheckF
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> TrainingCheckRank:
-    """Make the work for worker.py."""
+    """Make this rank's work for worker.py."""
     return TrainingCheckRank(options["device"])
 
 
 class TrainingCheckRank:
-    """Be one rank of ``check_training``."""
+    """Run one rank of ``check_training``."""
 
     def __init__(self, device: str) -> None:
         self.world = process_world(device, timeout_s=300.0)
 
     def train(self, name: str) -> dict[str, list[float]]:
-        """Return this rank's losses, by npuzero on its device and by torch on the CPU."""
+        """Return this rank's losses with npuzero on its device and with torch on the CPU."""
         stage, precision, _ = RUNS[name]
         model = api.zero(
             _build_check_model().to(self.world.device),
@@ -88,7 +86,7 @@ class TrainingCheckRank:
         return {"device": losses, "cpu": self._expected()}
 
     def _expected(self) -> list[float]:
-        """Return the losses of all ranks together: the mean of theirs."""
+        """Return this rank's losses when torch trains on all ranks' batches at once: the loss is their mean."""
         model = _build_check_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
         losses = []

@@ -1,8 +1,4 @@
-"""The ops' cases that `npuzero check` compares with their references: a grid over dtypes and options, and probes.
-
-A probe asks for one thing by name that a random value would hardly ask for: a skipped update, ties of a rounding, NaNs
-of every kind, infinities alone, draws whose counters wrap.
-"""
+"""Test cases of `npuzero check`: a grid of dtypes and options, and special cases that random values hardly hit."""
 
 from __future__ import annotations
 
@@ -23,39 +19,35 @@ from npuzero.plan import MASTERS, MOMENT_BLOCK
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Places a tensor where the op shall find it.
+#: Put copies a tensor to the op's device; Case runs an op on `numel` elements; Make makes values by dtype and seed.
 Put = Callable[[Tensor], Tensor]
-#: Runs an op on `numel` elements; the tensors it has written.
 Case = Callable[[Put, int], list[Tensor]]
-#: `numel` values of a dtype; another seed, others.
 Make = Callable[[int, torch.dtype, int], Tensor]
 
 _BITS = {2: torch.int16, 4: torch.int32}
-_SEVERAL_CORES = 2**18 + 17  # elements that an npu's norm spreads over more than one
+_SEVERAL_CORES = 2**18 + 17  # elements: an npu's norm uses more than one core
 
 
 def short_dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's short name: ``f32``, ``bf16``, ``f16``; others as torch calls them."""
+    """Return a dtype's short name: ``f32``, ``bf16``, ``f16``; others as in torch."""
     return {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, str(dtype)[6:])
 
 
 def make_values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:
-    """Make values over many magnitudes; with `specials` every seventh is zero, denormal, largest, infinite, NaN or a
-    tie.
-    """
+    """Make values of many magnitudes; with `specials` every seventh is a zero, denormal, extreme, inf, NaN or tie."""
     generator = torch.Generator().manual_seed(1000 * seed + numel)
     x = torch.randn(numel, generator=generator)
     x = (x * torch.exp2(torch.randint(-12, 9, (numel,), generator=generator).float())).to(dtype)
     if specials:
         info = torch.finfo(dtype)
         extremes = [0.0, -0.0, info.tiny * info.eps, info.tiny, info.max, -info.max, torch.inf, -torch.inf, torch.nan]
-        odd = torch.tensor([*extremes, 1 + 2**-8, -1 - 3 * 2**-8, 1 + 2**-11])  # halfway between two of bf16, of f16
+        odd = torch.tensor([*extremes, 1 + 2**-8, -1 - 3 * 2**-8, 1 + 2**-11])  # ties of bf16, of f16
         x[::7] = odd.to(dtype)[torch.randint(len(odd), (len(x[::7]),), generator=generator)]
     return x
 
 
 def check_cases(sizes: Sequence[int]) -> Iterator[tuple[str, Case, Sequence[int]]]:
-    """Yield everything that is compared: name, case, and for which sizes; those given, unless the case needs others."""
+    """Yield all cases: name, case, and its sizes, which are `sizes` unless the case needs others."""
     for name, case in itertools.chain(_grid_cases(), _special_cases()):
         yield name, case, sizes
     far: dict[str, Make] = {
@@ -190,7 +182,7 @@ def _special_update_cases(update: _UpdateKind, odd: Mapping[str, Make]) -> Itera
 
 
 _F32_TO_BF16 = (torch.float32, torch.bfloat16)
-# Where draws may go wrong: the sign of 32 bits, their end, the upper word of the rows' counter, the end of places.
+# Where random counters may go wrong: the sign of 32 bits, their end, the upper word of the row counter, the last place.
 _PLACES: dict[str, Callable[[int], int]] = {
     **{f"across 2^{bits}": partial(lambda border, numel: border - numel // 2, 2**bits) for bits in (31, 32, 45)},
     "up to 2^62": lambda numel: 2**62 - 1 - numel,
@@ -198,9 +190,7 @@ _PLACES: dict[str, Callable[[int], int]] = {
 
 
 def _make_ties(target: torch.dtype) -> Make:
-    """Make values halfway between neighbours of `target` (float32: of tf32), and beside; the largest borders on
-    infinity.
-    """
+    """Make values halfway between neighbours of `target` (float32: of tf32), and next to those, up to the largest."""
     return lambda numel, dtype, seed: _repeat_pool(_build_tie_pool(target, dtype), numel, seed)
 
 
@@ -219,9 +209,7 @@ def _build_tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 
 def _make_nans(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Make NaNs with one bit of payload, gone where a cast drops it, and with all, signalling and quiet,
-    of both signs.
-    """
+    """Make quiet and signalling NaNs of both signs, with one payload bit (which a cast drops) and with all."""
     infinity = int(storage.view_bits(torch.tensor([torch.inf], dtype=dtype)))
     ones = 2 ** (8 * dtype.itemsize - 1) - 1
     bits = torch.tensor([infinity + 1, infinity + (ones - infinity + 1) // 2, ones])
@@ -233,7 +221,7 @@ def _make_infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _make_two_infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Make values finite but for the first and the last: an infinity is in the shares of two cores."""
+    """Make finite values except for an infinity at each end: two cores see one each."""
     x = make_values(numel, dtype, seed, specials=False)
     x[0], x[-1] = torch.inf, -torch.inf
     return x
@@ -246,7 +234,7 @@ def _make_infinities_and_nan(numel: int, dtype: torch.dtype, seed: int) -> Tenso
 
 
 def _repeat_pool(pool: Tensor, numel: int, seed: int) -> Tensor:
-    return pool[(torch.arange(numel) + seed) * 7919 % len(pool)]  # a prime: all of them come
+    return pool[(torch.arange(numel) + seed) * 7919 % len(pool)]  # multiplying by a prime visits every value
 
 
 def _run_cast(
@@ -286,7 +274,7 @@ _finite = partial(make_values, specials=False)
 
 
 def _run_norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make = _finite) -> list[Tensor]:
-    """Return the sum as float32, since squares are summed in another order than the reference's."""
+    """Return the sum as float32: squares are added in another order than in the reference."""
     x = put(make(numel, torch.float32 if added else dtype, 0))
     addend = put(make(numel, dtype, 1)) if added else None
     out = put(torch.zeros(2, dtype=torch.float64))
@@ -294,12 +282,12 @@ def _run_norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Ma
     return [out.cpu().float(), *([x] if added else [])]
 
 
-_WIRE_BITS = {8: 256, 4: 128}  # and the elements of a block
+_WIRE_BITS = {8: 256, 4: 128}  # bits -> elements of a block
 _PIECES, _ROWS = 2, 3
 
 
 def _make_half_codes(bits: int) -> Make:
-    """Make halves of codes, and in each block the largest code: the scale is 4."""
+    """Make values halfway between codes, and the largest code in each block, so that the scale is 4."""
     largest = 2 ** (bits - 1) - 1
 
     def make(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -315,14 +303,14 @@ def _make_denormals(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _make_message(put: Put, nbytes: int) -> Tensor:
-    """Return bytes of zero that begin where a message may."""
+    """Return zero bytes aligned as a message requires."""
     room = put(torch.zeros(nbytes + 63, dtype=torch.uint8))
     start = -room.data_ptr() % 64
     return room.narrow(0, start, nbytes)
 
 
 def _round_up_to_blocks(numel: int, bits: int) -> int:
-    """Return the next multiple of elements that pieces of whole blocks have."""
+    """Return the next number of elements that splits into pieces of full blocks."""
     least = _PIECES * _WIRE_BITS[bits]
     return -(-numel // least) * least
 
@@ -330,7 +318,7 @@ def _round_up_to_blocks(numel: int, bits: int) -> int:
 def _run_quantize(
     source: torch.dtype, bits: int, put: Put, numel: int, *, make: Make = _finite, fed_back: bool = False
 ) -> list[Tensor]:
-    """Round blocks, of which every other one has what `make` makes."""
+    """Quantize blocks; every other block contains values from `make`."""
     numel = _round_up_to_blocks(numel, bits)
     block = _WIRE_BITS[bits]
     x = _finite(numel, source, 1).view(-1, block)
@@ -344,7 +332,7 @@ def _run_quantize(
 def _run_dequantize_sum(
     target: torch.dtype, bits: int, accumulate: bool, put: Put, numel: int, *, make: Make = _finite
 ) -> list[Tensor]:
-    """Sum what the reference has quantized: any codes, and in the first row and block what `make` makes."""
+    """Sum messages quantized by the reference. The first block of the first row contains values from `make`."""
     numel = _round_up_to_blocks(numel, bits)
     nbytes = _PIECES * _native.message_bytes(numel // _PIECES, bits)
     sent = []
@@ -364,11 +352,9 @@ def _run_dequantize_sum(
 
 @dataclass(frozen=True)
 class _UpdateKind:
-    """Describe an update of flat shards, and what its cases are made of.
+    """Describe an update op. `run` takes the moments as one sequence; `segment` begin, end, lr, weight decay, step.
 
-    `run`: the op, whose moments come as one sequence. `segment`: one of its segments, of begin, end, lr, weight decay
-    and step. `signed`: whether its moments have a sign. `kinds`: its options by name. `all_moments`: those by which it
-    uses all of its moments; `suffix`: what names say of them. `rows`: of `dynamic`.
+    `signed`: by moment; `kinds`: options by name; `all_moments`: options that use all moments, `suffix` in names.
     """
 
     op: str
@@ -439,8 +425,8 @@ def _run_update(  # noqa: PLR0913 - all that a case may vary, by name
     last: bool = False,
     dynamic: bool = False,
 ) -> list[Tensor]:
-    """Run an update; `last`: of streams, steps and seeds; `dynamic`: what depends on lr and step lies on the device."""
-    coded = moments == "int8"  # one value that is not finite spoils a block
+    """Run an update. `last`: with the largest streams, steps, seeds; `dynamic`: lr and step terms are on the device."""
+    coded = moments == "int8"  # one non-finite value would spoil a block
     make = _finite if coded else make_values
     upper, lower = storage.split_halves(make(numel, torch.float32, 1))
     master = put(make(numel, torch.float32, 1) if masters == "fp32" else upper)
@@ -472,7 +458,7 @@ def _run_update(  # noqa: PLR0913 - all that a case may vary, by name
 
 
 def _run_many_tensors(put: Put, numel: int) -> list[Tensor]:
-    """Update as an optimizer does over plain parameters: tensors of any length and gradients of any dtype."""
+    """Update many tensors as for plain parameters: any lengths, gradients of any dtype."""
     numels = (numel, 1, 63, 0, 4097, numel // 3, 512)
     p, m, v = ([put(_finite(n, torch.float32, 10 * i + k)) for k, n in enumerate(numels)] for i in range(3))
     for tensor in v:
@@ -488,7 +474,7 @@ def _run_many_tensors(put: Put, numel: int) -> list[Tensor]:
 
 
 def _run_rounding_update(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:
-    """Make an update that moves nothing, so that masters are rounded as they are: to `low`, or (None) in two halves."""
+    """Run an update that changes nothing, so that masters are only rounded: to `low`, or (None) to two halves."""
     p = make(numel, torch.float32, 0)
     upper, lower = storage.split_halves(p)
     master = put(upper if low is None else p)
@@ -500,14 +486,14 @@ def _run_rounding_update(low: torch.dtype | None, make: Make, put: Put, numel: i
 
 
 def _store_moment(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
-    """Return a moment as it lies in memory; one without a sign is not negative."""
+    """Return a moment in its stored form; an unsigned moment is made non-negative."""
     stored = torch.zeros(storage.stored_numel(values.numel(), dtype), dtype=dtype)
     storage.encode_moment(values if signed else values.abs(), stored, signed=signed)
     return stored
 
 
 def _device_coefficients(put: Put, numel: int) -> list[Tensor]:
-    """Return what torch, no kernel, computes on the device, where the steps that a scaler let through are counted."""
+    """Return the coefficients that torch computes on the device, where a scaler counts the steps it let through."""
     steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}
     table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device)

@@ -1,17 +1,18 @@
-"""What the devices of a machine, and what lies between them, sustain: measured into a Cluster for the planner.
+"""Sustained rates of a machine's devices and links, measured into a Cluster for the planner.
 
-All kinds of work take turns in rounds, as contenders of one benchmark (see harness.py), each on all ranks at once. On a
-CPU without a launcher two ranks of this host take part, on accelerators as many as there are; under a launcher its own.
+All probes take turns in rounds, as contenders of one benchmark (see harness.py), each on all ranks at once. Without a
+launcher, a CPU uses two ranks of this host and an accelerator one rank per device; under a launcher, its ranks.
 
 From seconds to numbers:
 
-    flops           the fastest square product, by dtype
-    memory          bytes that an update of a flat shard reads and writes, by its seconds
-    paces           of a small decoder: FLOPs a second of its products, forward and backward, over the peak; what they
-                    take for few tokens beyond their part of many; and bytes that its passes move beside products, by
-                    the seconds they take beyond those of products
-    links           latency: seconds of a short collective, by its rounds; and bytes of a long one by its seconds beyond
-    contention      what compute and collectives take side by side beyond the longer one, over the shorter one
+    flops           the fastest square matrix product, by dtype
+    memory          bytes that an update of a flat shard reads and writes, over its seconds
+    paces           from a small decoder: FLOP/s of its products, forward and backward, over the peak; their ramp: time
+        for few tokens beyond the proportional share of many; and bytes moved by passes other than products, over the
+        seconds they take in addition to products
+    links           latency: seconds of a short collective over its rounds; bandwidth: bytes of a long collective over
+        its remaining seconds
+    contention      extra time of compute and collectives together beyond the longer of the two, over the shorter
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from npuzero.bench.team import Team, python_worker
 from npuzero.planner.hardware.cluster import Cluster, DevicePace, DeviceSpec, LinkSpec
 
 SUITE = "cluster"
-#: Ranks of a CPU without a launcher.
+#: Ranks on a CPU without a launcher.
 RANKS = 2
 
 Say = Callable[[str], None]
@@ -47,7 +48,7 @@ Facts = Mapping[str, Mapping[str, float]]
 
 
 def cluster_effort(quick: bool) -> Effort:
-    """Return how long is measured: about a minute and a half, or seconds."""
+    """Return the duration of the measurement: about a minute and a half, or seconds if ``quick``."""
     if quick:
         return Effort(least_rounds=2, most_rounds=3, most_s=2.0, error=0.05, visit_s=0.002, warm_up=1)
     return Effort(least_rounds=5, most_rounds=30, most_s=75.0, error=0.01, visit_s=0.15, warm_up=2)
@@ -55,13 +56,13 @@ def cluster_effort(quick: bool) -> Effort:
 
 @dataclass(frozen=True)
 class ProbeCrew:
-    """Give the ranks that probe, seen from who asks them.
+    """Represent the ranks that run the probes, as seen by the process that drives them.
 
     Attributes:
-        visit: returns seconds a call of a probe, by name and number of calls.
-        facts: what a call of each is of.
-        place: of devices and hosts.
-        combine: over the processes that ask.
+        visit: returns seconds per call of a probe, by name and number of calls.
+        facts: FLOPs, bytes, tokens or messages of one call, by probe.
+        place: description of devices and hosts.
+        combine: over the driving processes.
     """
 
     visit: Callable[[str, int], float]
@@ -70,7 +71,7 @@ class ProbeCrew:
     combine: Combine = lambda values: values
 
     def contenders(self, say: Say = lambda text: None) -> list[Contender]:
-        """Return a contender for each probe; the first time that one is measured it is told."""
+        """Return a contender for each probe; ``say`` reports its first measurement."""
         told: set[str] = set()
 
         def visit(name: str, count: int) -> float:
@@ -87,7 +88,7 @@ class ProbeCrew:
 
 @contextmanager
 def open_probe_crew(device: torch.device, quick: bool = False) -> Iterator[ProbeCrew]:
-    """Give the ranks that probe: the launcher's, or those of a team of this host.
+    """Provide the ranks that run the probes: the launcher's, or those of a team on this host.
 
     Raises:
         BenchmarkError: a rank could not be started, or failed.
@@ -123,20 +124,20 @@ def open_probe_crew(device: torch.device, quick: bool = False) -> Iterator[Probe
 def measure_cluster(
     device: torch.device, *, quick: bool = False, folders: Sequence[Path] = (), say: Say = lambda text: None
 ) -> tuple[Result, Cluster]:
-    """Return what each probe took, and the cluster that follows from it.
+    """Measure the probes; return their result and the cluster derived from it.
 
     Args:
-        quick: less of everything, in seconds: that it works.
-        folders: on the disks of a node that hold what is placed there; (): disks are left out.
-        say: is told how it goes.
+        quick: a smoke run of a few seconds.
+        folders: on the disks of a node that hold offloaded state; (): skip disks.
+        say: receives progress messages.
 
     Raises:
         BenchmarkError: a rank could not be started, or failed.
-        ConfigError, OutOfSpace, StorageError: of a folder, as :func:`npuzero.bench.suites.disk.measure_disk_speeds`.
+        ConfigError, OutOfSpace, StorageError: for a folder, as :func:`npuzero.bench.suites.disk.measure_disk_speeds`.
 
     Example::
 
-        result, cluster = measure(torch.device("cpu"))
+        result, cluster = measure_cluster(torch.device("cpu"))
         cluster.write("cluster.json")
     """
     with open_probe_crew(device, quick) as ranks:
@@ -159,14 +160,14 @@ def build_cluster(
     disks: Mapping[str, LinkSpec] | None = None,
     source: str = "measured by npuzero bench cluster",
 ) -> Cluster:
-    """Return the cluster that follows from what probes took.
+    """Build the cluster from the probes' times.
 
     Args:
-        seconds: of a call, a value a round, by probe.
-        facts: what a call of each is of.
-        place: of devices and hosts, as :meth:`~npuzero.bench.suites.probes.ProbeRank.place` tells.
-        disks: links of disks, where they were measured.
-        source: said of each number.
+        seconds: per call, one value per round, by probe.
+        facts: FLOPs, bytes, tokens or messages of one call, by probe.
+        place: devices and hosts, from :meth:`~npuzero.bench.suites.probes.ProbeRank.place`.
+        disks: links to disks, if measured.
+        source: recorded for each number.
     """
     took = {name: median(values) for name, values in seconds.items()}
     kind, local, ranks = place["kind"], place["local"], place["ranks"]
@@ -200,7 +201,7 @@ def _number_sources(cluster: Cluster, source: str) -> dict[str, str]:
 def _build_device(took: Mapping[str, float], facts: Facts, memory_bytes: int) -> DeviceSpec:
     dtypes = list(dict.fromkeys(name.split("/")[1] for name in took if name.startswith("large/")))
     peaks = {dtype: max(_probe_flops(took, facts, f"large/{dtype}/")) for dtype in dtypes}
-    # What training's products reach is less than the peak by what peak means; where a clock is unsteady, equal.
+    # By definition training's products do not exceed the peak; on an unsteady clock they may, so take the maximum.
     peaks = {
         dtype: _round_four_digits(max(peak, *_probe_flops(took, facts, f"products/{dtype}/")))
         for dtype, peak in peaks.items()
@@ -216,15 +217,15 @@ def _build_device(took: Mapping[str, float], facts: Facts, memory_bytes: int) ->
 
 
 def _build_pace(took: Mapping[str, float], facts: Facts, dtype: str, peak: float) -> DevicePace:
-    """Return how models train in a dtype.
+    """Return the pace of training in a dtype.
 
-    Of two numbers of tokens the products take seconds on a straight line: its slope is the rate of many tokens, and
-    what it has at none is that of the ramp.
+    The products' seconds for two numbers of tokens define a straight line: its slope is the rate for many tokens, and
+    its value at zero tokens is the ramp.
     """
     batches = sorted((facts[name]["tokens"], name) for name in took if name.startswith(f"products/{dtype}/"))
     (few, less), (many, more) = batches[0], batches[-1]
     slope = (took[more] - took[less]) / (many - few) if many > few else took[more] / many
-    # Neither a slope beyond the mean of many tokens nor one below half of it is more than an unsteady clock.
+    # A slope above the mean of many tokens, or below half of it, can only come from an unsteady clock.
     mean = took[more] / many
     slope = min(mean, max(slope, mean / 2))
     ramp = sum(took[name] - tokens * slope for tokens, name in batches) / len(batches) / slope
@@ -240,20 +241,20 @@ def _build_pace(took: Mapping[str, float], facts: Facts, dtype: str, peak: float
 
 
 def _probe_flops(took: Mapping[str, float], facts: Facts, prefix: str) -> list[float]:
-    """Return the FLOPs a second of the probes whose names begin so."""
+    """Return the FLOP/s of the probes with this name prefix."""
     return [facts[name]["flops"] / seconds for name, seconds in took.items() if name.startswith(prefix)]
 
 
 def _probe_bandwidth(took: Mapping[str, float], facts: Facts, *names: str) -> float:
-    """Return bytes a second of these probes together."""
+    """Return the bytes per second of these probes together."""
     return sum(facts[name]["nbytes"] for name in names) / sum(took[name] for name in names)
 
 
 def _build_link(took: Mapping[str, float], facts: Facts, level: str) -> LinkSpec:
-    """Return what the collectives of a level sustain: a short one takes its latencies, and a long one its bytes too."""
+    """Return a level's latency from its short collectives, and its bandwidth from its long ones."""
     short, long = ([f"{level}/{verb}/{size}" for verb in VERBS] for size in ("short", "long"))
     latency_s = sum(took[name] for name in short) / sum(facts[name]["messages"] for name in short)
-    # At least half of a long one is its bytes: else a message was late by chance.
+    # Count at least half of a long collective as bandwidth: otherwise a message was late by chance.
     beyond_s = sum(max(took[name] - facts[name]["messages"] * latency_s, took[name] / 2) for name in long)
     return LinkSpec(
         _round_four_digits(sum(facts[name]["nbytes"] for name in long) / beyond_s), _round_four_digits(latency_s)
@@ -261,13 +262,13 @@ def _build_link(took: Mapping[str, float], facts: Facts, level: str) -> LinkSpec
 
 
 def _measure_contention(seconds: Mapping[str, Sequence[float]]) -> float:
-    """Return by which part of the shorter one compute and traffic side by side take longer than the longer one."""
+    """Return the extra time of compute and traffic together beyond the longer of the two, as a part of the shorter."""
     rounds = zip(*(seconds[f"beside/{what}"] for what in ("compute", "traffic", "both")), strict=True)
     return min(1.0, max(0.0, median([(both - max(alone)) / min(alone) for *alone, both in rounds])))
 
 
 def _measure_disks(folders: Sequence[Path], local: int, quick: bool, say: Say) -> dict[str, LinkSpec]:
-    """Return what a rank has of its node's disks. Ranks of a launcher measure side by side, each its own part."""
+    """Return a rank's share of its node's disks. The ranks of a launcher measure simultaneously, each its own share."""
     settings = config.Settings()
     effort: dict[str, Any] = {"seconds": 0.1, "nbytes": 1 << 27} if quick else {"seconds": 4.0, "nbytes": 4 << 30}
     found = measure_disk_speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)
@@ -276,7 +277,7 @@ def _measure_disks(folders: Sequence[Path], local: int, quick: bool, say: Say) -
 
 
 def describe_measurement(device: torch.device) -> str:
-    """Return what is said of each number: measured on what, with what, when."""
+    """Return the source of each number: device, software and date."""
     facts = machine_fingerprint(device)
     day = datetime.now(timezone.utc).date().isoformat()
     return f"measured by npuzero bench cluster, {facts['device'].partition(',')[0]}, torch {facts['torch']}, {day}"

@@ -1,10 +1,10 @@
-"""Benchmarks of the collectives against torch.distributed's backend of the device: gloo, nccl or hccl.
+"""Benchmarks of the collectives against the device's torch.distributed backend: gloo, nccl or hccl.
 
-Started by itself on a CPU it makes teams of 2 and of 4 ranks; under a launcher (torchrun, Slurm) the launcher's ranks
-take part. Sizes are those of the whole on one rank: what is scattered, gathered, exchanged or reduced. Bytes are those
-a rank sends by a ring (plan.ring_bytes), so that bytes per second compare between collectives and numbers of ranks.
-The probe ``copy`` is a copy within each rank's own memory, on all ranks at once, of as many bytes as it has to
-read and write: what a collective takes less than that, it owes to the caches.
+Without a launcher, a CPU runs teams of 2 and of 4 ranks; under a launcher (torchrun, Slurm) its ranks run. Sizes are of
+the unsharded tensor on one rank. Bytes are those that a rank sends in a ring (plan.ring_bytes), so that bytes per
+second can be compared between collectives and numbers of ranks. The probe ``copy`` copies as many bytes as a rank has
+to read and write within its own memory, on all ranks at once; a collective that is faster than the copy profits from
+the caches.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ _MAX_NORM = 1.0
 
 
 def comm_benchmark_names(quick: bool) -> list[str]:
-    """Return every benchmark of the suite: ``collective/dtype/KiB``, without the ranks,
-    which all of them are run on.
-    """
+    """Return every benchmark of the suite as ``collective/dtype/KiB``; each runs on all ranks."""
     sizes = (64,) if quick else _SIZES_KIB
     middle = sizes[len(sizes) // 2]
     return [
@@ -69,16 +67,16 @@ def comm_benchmark_names(quick: bool) -> list[str]:
 
 
 def comm_effort(quick: bool) -> Effort:
-    """Return how long each benchmark of the suite is measured."""
+    """Return the duration of each benchmark of the suite."""
     return Effort.quick() if quick else Effort(most_s=2.0, error=0.01)
 
 
 def measure_comm(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
-    """Measure the benchmarks named, on the launcher's ranks if there are any, else on 2 and on 4 ranks of this host.
+    """Measure the named benchmarks, on the launcher's ranks if there are any, else on 2 and on 4 ranks of this host.
 
     Raises:
-        BenchmarkError: a wrong result, or a rank that failed.
-        CollectiveError: under a launcher, a rank that failed.
+        BenchmarkError: a wrong result, or a rank failed.
+        CollectiveError: a rank failed under a launcher.
     """
     launch = config.read_launch()
     if launch.world_size > 1:
@@ -102,18 +100,18 @@ def measure_comm(wanted: Sequence[str], device: torch.device, quick: bool) -> It
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> CommBenchmarkRank:
-    """Make the work for worker.py."""
+    """Make this rank's work for worker.py."""
     return CommBenchmarkRank(options["device"])
 
 
-Call = Callable[[Tensor, Tensor], object]  # out, inp; an all_reduce is of inp, in place
+Call = Callable[[Tensor, Tensor], object]  # out, inp; an all_reduce works on inp, in place
 
 
 class CommBenchmarkRank:
-    """Take one rank's part in the suite; all ranks call the same methods in the same order.
+    """Run one rank of the suite. All ranks call the same methods in the same order.
 
     Args:
-        others: further contenders, by collective and name; each as good on plain tensors as on any.
+        others: further contenders, by collective and name; they take plain tensors.
     """
 
     def __init__(
@@ -127,11 +125,11 @@ class CommBenchmarkRank:
         self.others = others
 
     def measure(self, name: str, effort: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result as a record has it."""
+        """Return the result in the form of a record."""
         return benchmark_as_dict(self.result(name, Effort(**effort)))
 
     def result(self, name: str, effort: Effort) -> Result:
-        """Check and measure the benchmark of that name."""
+        """Check and measure the named benchmark."""
         verb, *rest = name.split("/")
         if verb == "barrier":
             benchmark = self._barrier(name)
@@ -158,7 +156,7 @@ class CommBenchmarkRank:
         return Benchmark(f"{name}/{self.size}", f"{title}, {self.size} ranks", contenders, self.backend, check, facts)
 
     def _random(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return what ``rank`` brings; every rank knows it. So small that no dtype rounds the sum over the ranks."""
+        """Return the input of ``rank``, known on every rank, so small that no dtype rounds the sum over ranks."""
         most = max(1, 128 // self.size)
         drawn = torch.randint(-most, most, (numel,), generator=torch.Generator().manual_seed(rank), dtype=torch.int8)
         return (drawn if dtype == torch.int8 else drawn.to(dtype) / 16).to(self.device)
@@ -207,14 +205,14 @@ class CommBenchmarkRank:
                 inp.copy_(self._random(self.rank, brings, dtype))
                 call(out, inp)
                 check_equal(f"{verb} by {way}", inp if verb == "all_reduce" else out, want)
-                inp.zero_()  # so that an all_reduce, called on its own result, stays in range
+                inp.zero_()  # so that an all_reduce, applied to its own result, stays in range
             return "every element to the bit on every rank (no dtype rounds these sums)"
 
         nbytes = ring_bytes(verb, whole * dtype.itemsize, self.size)
         contenders = [
             self._contender(way, functools.partial(call, out, inp), nbytes) for way, (call, inp) in ways.items()
         ]
-        # Sums read what all bring, and write what this rank gets; so do moves, and an all_reduce on the whole.
+        # A reduce_scatter reads the unsharded input and writes a shard; other collectives read and write the full size.
         moved = whole + shard if verb == "reduce_scatter" else 2 * whole
         source, target = (torch.ones(moved // 2, dtype=dtype, device=self.device) for _ in range(2))
         contenders.append(self._contender("copy", lambda: target.copy_(source), nbytes))
@@ -222,9 +220,9 @@ class CommBenchmarkRank:
         return self._benchmark(name, title, contenders, check, dtype=_dtype_label(dtype), kib=kib, verb=verb)
 
     def _pass_on(self, send: Callable[..., Any], recv: Callable[..., Any], out: Tensor, inp: Tensor) -> None:
-        """Send ``inp`` to the next rank, around a ring; ``out`` comes from the one before."""
+        """Send ``inp`` to the next rank of a ring, and receive ``out`` from the previous."""
         ends = [(send, inp, (self.rank + 1) % self.size), (recv, out, (self.rank - 1) % self.size)]
-        # Two ranks may share one queue for both directions: then not both can send first.
+        # Two ranks may share one queue for both directions, so they must not both send first.
         under_way = [call(buffer, peer) for call, buffer, peer in ends[:: -1 if self.rank % 2 else 1]]
         for each in under_way:
             each.wait()
@@ -239,12 +237,10 @@ class CommBenchmarkRank:
         return torch.cat(own) if verb == "all_to_all" else torch.stack(own).float().sum(0).to(dtype)
 
     def _update(self, name: str, dtype: torch.dtype, kib: int) -> Benchmark:
-        """Compare ways from gradients to new parameters: reduce-scatter, norm, clip, AdamW on this rank's shard, all-
-        gather.
-        """
+        """Compare sharded updates: reduce-scatter, norm, clip, AdamW on the local shard, all-gather of parameters."""
         n = kib * 1024 // 4
         shard = slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
-        begin = self._random(self.size, n, torch.float32)  # a rank there is not: the same values on all
+        begin = self._random(self.size, n, torch.float32)  # seeded by a rank beyond the last: the same on all ranks
         gradient = self._random(self.rank, n, dtype)
         places = [self.communicator.buffer(n, dtype) for _ in range(2)]
         in_place = OwnUpdate(self, begin[shard], places[0].copy_(gradient), places[1])
@@ -257,7 +253,7 @@ class CommBenchmarkRank:
             assert isinstance(total, Tensor)
             scale = (_MAX_NORM / (total.square().sum().sqrt() + 1e-6)).clamp(max=1.0)
             want = FlatAdamRun(begin, total).expected(scale)
-            # bf16 holds 8 bits, and the backend may have rounded the sums to it as well.
+            # bf16 has 8 significant bits, and the backend may also have rounded the sums to it.
             tolerance = ADAM_TOLERANCE if dtype == torch.float32 else 2.0**-7
             for way, step in ways.items():
                 check_close(f"update by {way}", step(), want, tolerance=tolerance)
@@ -269,11 +265,11 @@ class CommBenchmarkRank:
 
 
 class OwnUpdate:
-    """Update the engine's way: sums in float32, the norm in one pass, the clip and the rounded copy within the update.
+    """Update as the engine does: float32 sums, the norm in one pass, clipping and the rounded copy within the update.
 
     Args:
-        begin: this rank's shard of the parameters.
-        gradient, parameters: whole, wherever the other ranks may read them.
+        begin: the local shard of the parameters.
+        gradient, parameters: unsharded, optionally in memory that other ranks can read.
     """
 
     def __init__(self, ranks: CommBenchmarkRank, begin: Tensor, gradient: Tensor, parameters: Tensor) -> None:
@@ -298,7 +294,7 @@ class OwnUpdate:
 
 
 class TorchUpdate:
-    """Update by torch's collectives and passes."""
+    """Update with torch's collectives and separate passes."""
 
     def __init__(self, begin: Tensor, gradient: Tensor) -> None:
         self.gradient, self.parameters = gradient, torch.empty_like(gradient)

@@ -1,4 +1,4 @@
-"""How fast a disk reads and writes what a step takes from it, and what checksums cost."""
+"""Disk bandwidths for offloaded training state, and the cost of checksums."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from npuzero.device.handle import AsyncHandle
 from npuzero.memory.file import FileStore, check_folders
 from npuzero.plan import FAR_CHUNK_BYTES, FROM_DISK, PRECISIONS, FlatSize, MeshShape, Plan, StepSpec, predict_bytes
 
-#: Chunks in memory: one comes, one is there, one goes, and one more so that none waits for another.
+#: Chunks in memory: one being read, one in use, one being written, and a spare so that none waits for another.
 SLOTS = 4
 _PLAN = "infinity-states"
 
 
 @dataclass(frozen=True)
 class DiskSpeeds:
-    """Say what folders can do; GB are 1e9 bytes.
+    """Hold the measured speeds of folders; GB are 1e9 bytes.
 
     Attributes:
-        direct: whether their bytes go past the page cache.
-        free: bytes on each disk.
-        gbs: by "write", "read" and "read + write", both at once, of which all bytes count.
+        direct: whether transfers bypass the page cache.
+        free: free bytes on each disk.
+        gbs: by "write", "read" and "read + write" (both at once, all bytes count).
         crc_gbs: of checksums, on one thread.
     """
 
@@ -42,7 +42,7 @@ class DiskSpeeds:
 
 
 def stream_store(store: FileStore, ring: Sequence[Tensor]) -> None:
-    """Read all that the store holds and write it back by chunks, as an update does: reads ahead, writes behind."""
+    """Read the full store and write it back in chunks, as an update does: prefetch reads, write behind."""
     chunk, slots, ahead = ring[0].numel(), len(ring), len(ring) // 2
     count = store.nbytes // chunk
     reads: dict[int, AsyncHandle] = {}
@@ -63,16 +63,16 @@ def stream_store(store: FileStore, ring: Sequence[Tensor]) -> None:
 def measure_disk_speeds(
     folders: Sequence[Path], *, threads: int, verify: bool, seconds: float, nbytes: int, say: Callable[[str], None]
 ) -> DiskSpeeds:
-    """Measure what the folders can do, and tell how it goes.
+    """Measure the folders' speeds and report progress.
 
     Args:
         threads, verify: of :class:`~npuzero.memory.file.FileStore`.
-        seconds: for each kind of transfer, about.
-        nbytes: of the file, at the most; half of what is free, at the most.
-        say: is told what was measured.
+        seconds: approximate duration of each kind of transfer.
+        nbytes: maximum size of the file; also at most half of the free space.
+        say: receives the measurements.
 
     Raises:
-        ConfigError: a folder is not there, cannot be written, or is memory.
+        ConfigError: a folder does not exist, cannot be written, or is in memory.
         OutOfSpace: there is no room for four chunks.
         StorageError: the disk failed.
     """
@@ -90,7 +90,7 @@ def measure_disk_speeds(
         "read": (1, lambda: _transfer_all(store, ring, store.read)),
         "read + write": (2, lambda: stream_store(store, ring)),
     }
-    ways["write"][1]()  # the first time a disk has to find the place
+    ways["write"][1]()  # the first write has to allocate disk space
     gbs: dict[str, float] = {}
     for name, (times, way) in ways.items():
         gbs[name] = times * store.nbytes / median(list(_time_repeats(way, seconds))) / 1e9
@@ -100,11 +100,11 @@ def measure_disk_speeds(
 
 
 def disk_step_seconds(parameters: int, gbs: float) -> dict[str, float]:
-    """Return by precision the seconds that a disk takes to give and take all states of a model in a step.
+    """Return by precision the seconds per step to read and write all optimizer states of a model.
 
     Args:
         parameters: of the model.
-        gbs: of reads and writes at once.
+        gbs: bandwidth of simultaneous reads and writes.
     """
     seconds = {}
     for name, precision in PRECISIONS.items():
@@ -121,7 +121,7 @@ def _checksum_gb_per_s() -> float:
 
 
 def _time_repeats(way: Callable[[], object], seconds: float) -> Iterator[float]:
-    """Yield the seconds of each run, three at least, until as many have passed."""
+    """Yield the seconds of each run, at least three, until ``seconds`` have passed."""
     end, runs = time.perf_counter() + seconds, 0
     while runs < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
@@ -131,7 +131,7 @@ def _time_repeats(way: Callable[[], object], seconds: float) -> Iterator[float]:
 
 
 def _transfer_all(store: FileStore, ring: Sequence[Tensor], transfer: Callable[[int, Tensor], AsyncHandle]) -> None:
-    """Move the whole store one way, as many chunks at a time as there are slots."""
+    """Move the full store in one direction, with one chunk in flight per slot."""
     under_way: list[AsyncHandle] = []
     for turn in range(math.ceil(store.nbytes / FAR_CHUNK_BYTES)):
         if turn >= len(ring):

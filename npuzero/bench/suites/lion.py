@@ -10,11 +10,11 @@ from npuzero.bench.setting import OWN, BenchmarkSetting
 
 _LR, _BETA1, _BETA2, _DECAY = 1e-4, 0.9, 0.99, 1e-2
 _TOLERANCE = 1e-6  # of the largest parameter: a unit in the last place; an update is 1e-4
-_BYTES = 20  # an element: parameter and momentum are read and written, the gradient is read
+_BYTES = 20  # per element: parameter and momentum are read and written, the gradient is read
 
 
 def benchmark_flat_lion(setting: BenchmarkSetting) -> Benchmark:
-    """Return the benchmark of Lion on one flat float32 tensor, beside the paper's operations one by one in torch."""
+    """Compare Lion on one flat float32 tensor with the paper's operations one by one in torch."""
     n = setting.elements
     start, gradient = setting.random(n), setting.random(n)
     master, momentum = start.clone(), torch.zeros_like(start)
@@ -31,7 +31,7 @@ def benchmark_flat_lion(setting: BenchmarkSetting) -> Benchmark:
         momentum.mul_(_BETA2).add_(gradient, alpha=1 - _BETA2)
 
     def check() -> str:
-        # Momentum is zero at first, so the update's sign is the gradient's (Chen et al., 2023, algorithm 2).
+        # Momentum starts at zero, so the update's sign is the gradient's (Chen et al., 2023, algorithm 2).
         want = start.double() * (1 - _LR * _DECAY) - _LR * gradient.double().sign()
         for name, update in (("flat_lion", own), ("Lion by torch's operations", by_torch)):
             master.copy_(start)

@@ -1,8 +1,8 @@
 """Benchmarks of the ops against torch's ways to do the same.
 
-Each is made, checked, measured and dropped before the next, so that one benchmark's memory is the peak. Bytes are those
-the op's contract cannot avoid; probes measure in the same rounds what the machine moves: ``copy`` (out of place),
-``in place`` and ``triad`` (STREAM's).
+Each benchmark is built, checked, measured and dropped before the next, so that peak memory is that of one benchmark.
+Bytes are the minimum by the op's contract; probes measure the machine's bandwidth in the same rounds: ``copy`` (out of
+place), ``in place`` and ``triad`` (STREAM's).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from npuzero.ops.reference import pack as pack_reference
 
 SUITE = "ops"
 
-_WORLD = 8  # gradients are scaled by one over so many ranks as they are packed
+_WORLD = 8  # ranks; packing scales gradients by its inverse
 
 
 def _make_wire_tensors(setting: BenchmarkSetting) -> tuple[list[Tensor], list[int], list[Tensor], Tensor]:
-    """Return tensors of a GPT, their offsets in a flat bf16 buffer, their places in it, and it."""
+    """Return a GPT's tensors, their offsets in a flat bf16 buffer, their views of it, and the buffer."""
     tensors = [setting.random(*shape) for shape in gpt_shapes(setting.elements)]
     ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
     offsets = [0, *ends[:-1]]
@@ -46,7 +46,7 @@ def _make_wire_tensors(setting: BenchmarkSetting) -> tuple[list[Tensor], list[in
 def benchmark_pack(setting: BenchmarkSetting) -> Benchmark:
     """Compare ways to write many fp32 tensors to one flat bf16 buffer, times a scale."""
     tensors, offsets, places, wire = _make_wire_tensors(setting)
-    scale = 1 / _WORLD  # a power of two: torch's two roundings are one then
+    scale = 1 / _WORLD  # a power of two: torch's second rounding is then exact
 
     def own() -> None:
         ops.pack(tensors, offsets, wire, scale=scale)
@@ -121,7 +121,7 @@ def benchmark_unpack(setting: BenchmarkSetting) -> Benchmark:
 
 
 def benchmark_cast_nearest(setting: BenchmarkSetting) -> Benchmark:
-    """Compare casts of fp32 to bf16, to nearest even."""
+    """Compare casts of fp32 to bf16, rounding to nearest even."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
 
@@ -134,7 +134,7 @@ def benchmark_cast_nearest(setting: BenchmarkSetting) -> Benchmark:
 
 
 def benchmark_cast_stochastic(setting: BenchmarkSetting) -> Benchmark:
-    """Compare casts of fp32 to bf16, rounded up or down with the probability that keeps the mean."""
+    """Compare stochastically rounded casts of fp32 to bf16."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
     bits = torch.empty_like(src, dtype=torch.int32)
@@ -144,7 +144,7 @@ def benchmark_cast_stochastic(setting: BenchmarkSetting) -> Benchmark:
         out.copy_(bits.view(torch.float32))
 
     def check() -> str:
-        part = src[: min(src.numel(), 2**20)]  # the reference takes a hundred bytes an element
+        part = src[: min(src.numel(), 2**20)]  # the reference takes a hundred bytes per element
         want = torch.empty_like(part, dtype=torch.bfloat16)
         cast_reference.reference_cast(part, want, "stochastic", SEED, 0)
         own()
@@ -208,7 +208,7 @@ def _cast_benchmark(
 
 
 def benchmark_norm(setting: BenchmarkSetting) -> Benchmark:
-    """Compare ways to the sum of squares and the number of elements that are not finite, of fp32."""
+    """Compare ways to compute the sum of squares and the number of non-finite elements, in fp32."""
     n = setting.elements
     x = setting.random(n)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
@@ -222,7 +222,7 @@ def benchmark_norm(setting: BenchmarkSetting) -> Benchmark:
         norm_reference.reference_norm(x, want)
         ops.norm(x, found)
         check_close("norm", found, want, tolerance=1e-12)
-        # torch sums in float32, and is the further off the more elements there are: 0.5 % at 64 M.
+        # torch sums in float32, and its error grows with the number of elements: 0.5 % at 64 M.
         check_close("torch's norm", torch.linalg.vector_norm(x).double(), want[0].sqrt(), tolerance=1e-2)
         return "npuzero's against the reference within 1e-12, torch's within 1e-2"
 
@@ -242,9 +242,9 @@ def benchmark_norm(setting: BenchmarkSetting) -> Benchmark:
 
 
 def benchmark_norm_of_sum(setting: BenchmarkSetting) -> Benchmark:
-    """Compare ways to add a micro-batch's bf16 gradients to the accumulated fp32 ones and take the norm of the sum."""
+    """Compare ways to add a micro-batch's bf16 gradients to accumulated fp32 ones and take the norm of the sum."""
     n = setting.elements
-    # The addend is all zeros in the rounds, so that sums stay in range however many there are.
+    # The check zeroes the addend, so that sums stay in range over any number of rounds.
     total, addend = setting.random(n), setting.random(n, dtype=torch.bfloat16)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
 
@@ -281,7 +281,7 @@ def benchmark_norm_of_sum(setting: BenchmarkSetting) -> Benchmark:
     )
 
 
-#: What makes each benchmark of the suite, by its name.
+#: The builder of each benchmark of the suite, by name.
 CASES: dict[str, Callable[[BenchmarkSetting], Benchmark]] = {
     "flat_adam/flat": benchmark_flat_adam,
     "flat_adam/stored": benchmark_flat_adam_storage,
@@ -305,12 +305,12 @@ def ops_benchmark_names(quick: bool) -> list[str]:
 
 
 def ops_effort(quick: bool) -> Effort:
-    """Return how long each benchmark of the suite is measured."""
+    """Return the duration of each benchmark of the suite."""
     return Effort.quick() if quick else Effort(most_s=5.0)
 
 
 def measure_ops(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
-    """Measure the benchmarks named, in this process.
+    """Measure the named benchmarks in this process.
 
     Raises:
         BenchmarkError: a wrong result.

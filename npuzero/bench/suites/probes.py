@@ -1,7 +1,7 @@
-"""What a rank can do, a probe for each kind of work: products, passes, updates, collectives, copies.
+"""Probes of a rank, one per kind of work: matrix products, element-wise passes, updates, collectives, copies.
 
-A probe is a call and the facts of it: how many FLOPs, bytes, kernels or messages one call is. All ranks of a world make
-the same probes and call them at the same time, as they would train: on a CPU they share the memory's bandwidth.
+A probe is a call and its facts: the FLOPs, bytes, tokens or messages of one call. All ranks of a world build the same
+probes and call them simultaneously, as in training: on a CPU they share the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from npuzero.planner.models import ModelShape
 from npuzero.shard.build import get_unit_parameters, nested_unit_spans
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-#: Collectives of a step: gathers of parameters, reductions of gradients.
+#: Collectives of a step: all-gather of parameters, reductions of gradients.
 VERBS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _TIMEOUT_S = 60.0
 _BLOCKS = 2
-#: Forward and backward have so many times the products of forward.
+#: Products of forward and backward, in multiples of forward's.
 _PASSES = 3
-_RINGS = {"all_reduce": 2}  # rounds over all ranks; of the other collectives one
+_RINGS = {"all_reduce": 2}  # rounds over all ranks; 1 for other collectives
 
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """Say how large the work is.
+    """Define the sizes of the probes.
 
     Attributes:
-        dtypes: of products.
-        large: of square matrices, whose product is the most that a device reaches.
+        dtypes: of matrix products.
+        large: sizes of square matrices, for the peak of a device.
         width, head, sequence, batches: of a small decoder.
-        update: elements of a shard that is updated.
+        update: elements of an updated shard.
         short, long: bytes of messages, for latency and bandwidth.
     """
 
@@ -59,7 +59,7 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, kind: str, quick: bool) -> ProbeSizes:
-        """Return the sizes that suit a kind of device; ``quick``: such that all of it takes seconds."""
+        """Return the sizes for a kind of device; with ``quick`` all probes take seconds."""
         if quick:
             return cls(("bf16", "fp32"), (128,), 64, 64, 64, (1, 2), 1 << 16, long=1 << 18)
         if kind == "cpu":
@@ -69,11 +69,11 @@ class ProbeSizes:
 
 @dataclass(frozen=True)
 class Probe:
-    """Do one kind of work.
+    """Represent one kind of work.
 
     Attributes:
         call: does it once.
-        facts: what one call is of, in numbers.
+        facts: numbers describing one call.
     """
 
     call: Callable[[], object]
@@ -81,8 +81,9 @@ class Probe:
 
 
 class ProbeBlock(nn.Module):
-    """Compute a transformer's block, [B, T, D] -> [B, T, D]; or, ``bare``, its products alone: no norms, biases,
-    activation and residuals.
+    """Compute a transformer block, [B, T, D] -> [B, T, D]; if ``bare``, only its products.
+
+    A bare block has no norms, biases, activation or residuals.
     """
 
     def __init__(self, width: int, heads: int, bare: bool) -> None:
@@ -102,8 +103,9 @@ class ProbeBlock(nn.Module):
 
 
 class ProbeDecoder(nn.Module):
-    """Predict the next token with a few blocks, int64[B, T] -> logits [B, T, V]; or, ``bare``, compute its products
-    alone, [B, T, D] -> [B, T, V].
+    """Predict the next token with a few blocks, int64[B, T] -> logits [B, T, V].
+
+    If ``bare``, compute only its products, [B, T, D] -> [B, T, V].
     """
 
     def __init__(self, sizes: ProbeSizes, bare: bool = False) -> None:
@@ -122,7 +124,7 @@ class ProbeDecoder(nn.Module):
 
 
 def decoder_probes(sizes: ProbeSizes, dtype: str, batch: int, device: torch.device) -> dict[str, Probe]:
-    """Make the probes of a small decoder's forward and backward, and of its products alone."""
+    """Make the probes of a small decoder's forward and backward, and of its products only."""
     shape = (batch, sizes.sequence)
     facts = count_decoder_work(sizes, dtype, batch)
     model, bare = (ProbeDecoder(sizes, bare).to(device, DTYPES[dtype]) for bare in (False, True))
@@ -143,7 +145,7 @@ def decoder_probes(sizes: ProbeSizes, dtype: str, batch: int, device: torch.devi
 
 
 def count_decoder_work(sizes: ProbeSizes, dtype: str, batch: int) -> dict[str, float]:
-    """Return what forward and backward of the small decoder are of, as the planner counts it for any model."""
+    """Return the FLOPs, bytes and tokens of the small decoder's forward and backward, counted as the planner does."""
     with torch.device("meta"):
         model = ProbeDecoder(sizes).to(DTYPES[dtype])
     units = get_unit_parameters(model)
@@ -157,7 +159,7 @@ def count_decoder_work(sizes: ProbeSizes, dtype: str, batch: int) -> dict[str, f
 
 
 def product_probe(n: int, dtype: str, device: torch.device) -> Probe:
-    """Make the probe of one square product."""
+    """Make the probe of one square matrix product."""
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
     out = torch.empty_like(a)
     return Probe(lambda: torch.mm(a, b.t(), out=out), {"flops": 2.0 * n**3})
@@ -170,7 +172,7 @@ def adamw_probe(numel: int, device: torch.device) -> Probe:
 
 
 def host_copy_probes(nbytes: int, device: torch.device) -> dict[str, Probe]:
-    """Make the probes of copies between a device and its host, whose memory is pinned where that is possible."""
+    """Make the probes of copies between a device and its host, with pinned host memory if possible."""
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     facts = {"nbytes": float(nbytes)}
@@ -181,7 +183,7 @@ def host_copy_probes(nbytes: int, device: torch.device) -> dict[str, Probe]:
 
 
 def collective_probe(door: Communicator, verb: str, nbytes: int) -> Probe:
-    """Make the probe of a collective in bf16 on a buffer of so many bytes, which the others may read in place."""
+    """Make the probe of a bf16 collective on a buffer of ``nbytes``, which remaining ranks may read in place."""
     numel = max(1, nbytes // 2 // door.size) * door.size
     shard = numel // door.size
     whole = door.buffer(numel, torch.bfloat16)
@@ -200,10 +202,10 @@ def collective_probe(door: Communicator, verb: str, nbytes: int) -> Probe:
 
 
 class ProbeRank:
-    """Take one rank's part; all ranks call the same methods in the same order.
+    """Run one rank's probes. All ranks call the same methods in the same order.
 
     Args:
-        quick: small sizes, whose figures mean nothing.
+        quick: small sizes; the figures are meaningless.
     """
 
     def __init__(self, device: torch.device | str, quick: bool = False) -> None:
@@ -227,7 +229,7 @@ class ProbeRank:
         return found | {"update": adamw_probe(sizes.update, device)}
 
     def _links(self) -> dict[str, Probe]:
-        """Make the probes of collectives by level, and of those beside compute on the level with the most traffic."""
+        """Make the probes of collectives by level, and of overlap with compute on the level with the most traffic."""
         found: dict[str, Probe] = {}
         for level, ranks in self.levels.items():
             door = self.world.communicator(ranks, f"probes {level}")
@@ -239,7 +241,7 @@ class ProbeRank:
         return found
 
     def _beside(self, door: Communicator) -> dict[str, Probe]:
-        """Make the probes of compute, of as long a run of collectives, and of both side by side."""
+        """Make the probes of compute, of collectives that take as long, and of both overlapped."""
         dtype, batch = self.sizes.dtypes[0], self.sizes.batches[-1]
         compute = decoder_probes(self.sizes, dtype, batch, self.device)[f"products/{dtype}/{batch}"]
         whole = door.buffer(self.sizes.long // 2 // door.size * door.size, torch.bfloat16)
@@ -268,18 +270,18 @@ class ProbeRank:
         }
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Return what the slowest rank takes for the third call: the same on all ranks."""
+        """Return the slowest rank's time for the third call: the same on all ranks."""
         visit = local_contender("", call, device=self.device, prepare=self.all.barrier).visit
         for _ in range(3):
             seconds = visit(1)
         return float(max(self.world.exchange(seconds)))
 
     def facts(self) -> dict[str, dict[str, float]]:
-        """Return what a call of each probe is of."""
+        """Return the facts of each probe."""
         return {name: dict(probe.facts) for name, probe in self.probes.items()}
 
     def visit(self, name: str, count: int) -> float:
-        """Return this rank's seconds for a call of a probe, over ``count`` of them; all ranks begin together."""
+        """Return this rank's seconds per call of a probe, over ``count`` calls. All ranks start together."""
         return local_contender(name, self.probes[name].call, device=self.device, prepare=self.all.barrier).visit(count)
 
     def place(self) -> dict[str, Any]:
@@ -301,12 +303,12 @@ class ProbeRank:
 
 
 def ranks_by_level(rank: int, size: int, local_size: int) -> dict[str, list[int]]:
-    """Return by level the ranks that a rank's collectives are with; a level of one rank is left out."""
+    """Return by level the ranks that a rank communicates with. Levels of one rank are omitted."""
     here = rank // local_size * local_size
     found = {"local": list(range(here, here + local_size)), "node": list(range(rank % local_size, size, local_size))}
     return {level: ranks for level, ranks in found.items() if len(ranks) > 1}
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> ProbeRank:
-    """Make the work for worker.py."""
+    """Make this rank's work for worker.py."""
     return ProbeRank(options["device"], options["quick"])

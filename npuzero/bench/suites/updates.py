@@ -1,4 +1,4 @@
-"""Benchmarks of the update: AdamW, and the mixed step around it."""
+"""Benchmarks of the optimizer update: AdamW, and the mixed-precision step around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOSS_SCALE, _MAX_NORM = 1024.0, 1.0
 
 
 class FlatAdamRun:
-    """Hold Adam's state on one flat buffer, and make one call of npuzero's update of it."""
+    """Hold Adam's state on one flat buffer, and update it with npuzero's op."""
 
     def __init__(self, start: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
         self.start, self.gradient, self.low = start, gradient, low
@@ -34,7 +34,7 @@ class FlatAdamRun:
         self.step = 0
 
     def begin(self) -> None:
-        """Make the next step the first."""
+        """Reset the state, so that the next step is the first."""
         self.master.copy_(self.start)
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
@@ -45,7 +45,7 @@ class FlatAdamRun:
         self._update(slice(0, self.master.numel()), scale)
 
     def update_parts(self, numel: int) -> None:
-        """Update by a call for each ``numel`` elements."""
+        """Update with one call per ``numel`` elements."""
         self.step += 1
         for start in range(0, self.master.numel(), numel):
             self._update(slice(start, start + numel), None)
@@ -59,21 +59,18 @@ class FlatAdamRun:
         ops.flat_adam(master, *moments, self.gradient[part], [whole], low=low, grad_scale=scale)
 
     def expected(self, scale: Tensor | None = None) -> Tensor:
-        """Return the master after the first step, in float64, by the formula of the paper (Loshchilov & Hutter,
-        2019).
-        """
+        """Return the master after the first step in float64, by the paper's formula (Loshchilov & Hutter, 2019)."""
         gradient = self.gradient.double() * (1.0 if scale is None else scale.double())
         decayed = self.start.double() * (1 - _LR * _DECAY)
         return decayed.sub_(gradient.div(gradient.abs().add_(_EPS)).mul_(_LR))
 
     def lend(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        """Give an optimizer that has taken its first step these moments for its own.
+        """Replace the moments of an optimizer that has taken its first step by these.
 
-        Contenders then work in the same memory: where the pages of a buffer lie makes one faster or slower than its
-        copy by a tenth.
+        Contenders then work in the same memory: the placement of a buffer's pages changes its speed by a tenth.
 
         Args:
-            parameters: of the optimizer; views of the master, in order and without gaps.
+            parameters: of the optimizer; consecutive views of the master.
         """
         place = 0
         for parameter in parameters:
@@ -87,7 +84,7 @@ MakeAdam = Callable[[Sequence[Tensor], Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def torch_adam_factory(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeAdam:
-    """Make optimizers of this kind, of the benchmarks' hyper-parameters, over leaves whose gradients are given."""
+    """Return a factory of such optimizers with the benchmarks' hyper-parameters. It sets the leaves' gradients."""
 
     def make(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.Optimizer:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -99,7 +96,7 @@ def torch_adam_factory(kind: Callable[..., torch.optim.Optimizer], **options: An
 
 torch_adam = torch_adam_factory(torch.optim.AdamW, fused=True)
 
-# Of the largest parameter: some units in the last place. torch's norm in float32 takes part of it; updates are 1e-3.
+# Relative to the largest parameter: some units in the last place. Part of it is torch's float32 norm; updates are 1e-3.
 ADAM_TOLERANCE = 1e-6
 
 
@@ -135,10 +132,10 @@ def benchmark_flat_adam(setting: BenchmarkSetting) -> Benchmark:
 
 
 class StoredAdamRun:
-    """Make one call of npuzero's update of bf16 parameters and what is kept beside them, on one flat buffer.
+    """Update bf16 parameters with their stored masters and moments on one flat buffer, with npuzero's op.
 
     Args:
-        masters, moments: as a Precision has them.
+        masters, moments: as in a Precision.
     """
 
     def __init__(self, start: Tensor, gradient: Tensor, masters: str, moments: str) -> None:
@@ -152,7 +149,7 @@ class StoredAdamRun:
         self.line = ops.AdamLine(self.master, exp_avg, exp_avg_sq, low=self.low, remainder=self.remainder, seed=SEED)
         self.gradient, self.step = gradient, 0
         kept = 2 if masters == "none" else 4
-        # Read and written, but for the gradient and the rounded copy.
+        # Read and written, except for the gradient (read) and the rounded copy (written).
         self.bytes_per_element = 2 * (kept + 2 * exp_avg.element_size()) + 2 + (2 if masters == "fp32" else 0)
 
     def update(self) -> None:
@@ -169,7 +166,7 @@ class StoredAdamRun:
 
 
 def benchmark_flat_adam_storage(setting: BenchmarkSetting) -> Benchmark:
-    """Compare AdamW on bf16 parameters, with what is kept beside them in fewer and fewer bits."""
+    """Compare AdamW on bf16 parameters with masters and moments stored in fewer and fewer bits."""
     n = setting.elements
     start, gradient = setting.random(n), setting.random(n, dtype=torch.bfloat16).mul_(0.01)
     kinds = {
@@ -187,7 +184,7 @@ def benchmark_flat_adam_storage(setting: BenchmarkSetting) -> Benchmark:
             way.update()
         want = ways[OWN].value()
         for name, way in ways.items():
-            if way.remainder is not None:  # moments are rounded after they are used
+            if way.remainder is not None:  # moments are rounded after use
                 check_equal(name, way.value(), want)
             elif way.low is None:
                 check_close(name, way.value(), want, tolerance=2.0**-6)
@@ -207,9 +204,7 @@ def benchmark_flat_adam_storage(setting: BenchmarkSetting) -> Benchmark:
 
 
 def benchmark_flat_adam_tensors(setting: BenchmarkSetting) -> Benchmark:
-    """Compare AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters
-    out.
-    """
+    """Compare AdamW on the tensors of a GPT: separate, and in flat parameters as npuzero.zero() lays them out."""
     shapes = gpt_shapes(setting.elements)
     sizes = [math.prod(shape) for shape in shapes]
     n = sum(sizes)
@@ -251,13 +246,12 @@ def benchmark_flat_adam_tensors(setting: BenchmarkSetting) -> Benchmark:
 
 
 class MixedStepPasses:
-    """Take the mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing
-    besides.
+    """Take the mixed-precision step with a float32-only optimizer and a separate pass over the gradients per operation.
 
     Args:
-        own: whose memory it works in.
-        wide: float32 of as many elements, for the gradients.
-        adam: makes the optimizer of leaves whose gradients are the second tensors.
+        own: provides the memory.
+        wide: float32 buffer of as many elements, for the gradients.
+        adam: makes the optimizer of the first tensors with the second as gradients.
     """
 
     def __init__(self, own: FlatAdamRun, wide: Tensor, adam: MakeAdam) -> None:
@@ -278,7 +272,7 @@ class MixedStepPasses:
 
 
 class PlainStepPasses(MixedStepPasses):
-    """Take the same passes with torch's function for clipping, and unscaling before it."""
+    """Take the same passes with a separate unscaling and torch's clipping function."""
 
     def clip(self) -> None:
         self.wide.mul_(1 / _LOSS_SCALE)
@@ -286,10 +280,10 @@ class PlainStepPasses(MixedStepPasses):
 
 
 def benchmark_mixed_step(setting: BenchmarkSetting, others: Mapping[str, MakeAdam] = MappingProxyType({})) -> Benchmark:
-    """Compare bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters.
+    """Compare steps from scaled bf16 gradients: norm, clip, unscale, AdamW on fp32 masters, bf16 parameters.
 
     Args:
-        others: optimizers that take part as torch's lean passes do, by the name of the contender.
+        others: further optimizers, used like torch's in the lean passes, by contender name.
     """
     n = setting.elements
     start = setting.random(n)

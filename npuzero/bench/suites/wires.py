@@ -1,6 +1,6 @@
-"""Benchmarks of the ops of a thin wire, beside torch's operations one by one and a copy.
+"""Benchmarks of the quantization ops of thin wires, against torch's operations one by one and a copy.
 
-Bytes of an element are those of its source or sum, of its codes in each row, and of the residual twice.
+Bytes per element: source or sum, codes in each row, and twice the residual.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BLOCK = {8: 256, 4: 128}
 _LARGEST = {8: 127, 4: 7}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _TORCH = "torch, op by op"
-_PART = 2**20  # elements that are compared with the reference, which takes a hundred bytes for each
+_PART = 2**20  # elements compared with the reference, which takes a hundred bytes per element
 
 
 def benchmark_quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: BenchmarkSetting) -> Benchmark:
-    """Compare ways to round a flat buffer to codes in blocks, of the wire's format or (torch's) a byte each."""
+    """Compare ways to quantize a flat buffer in blocks: to the wire's format or (torch) to one byte per code."""
     n = setting.elements
     source = setting.random(n, dtype=dtype)
     message = torch.zeros(_native.message_bytes(n, bits), dtype=torch.uint8, device=setting.device)
@@ -61,7 +61,7 @@ def benchmark_quantize(dtype: torch.dtype, bits: int, fed_back: bool, setting: B
 def benchmark_dequantize_sum(
     dtype: torch.dtype, bits: int, rows: int, accumulate: bool, setting: BenchmarkSetting
 ) -> Benchmark:
-    """Compare ways to the sum of rows of messages; torch's reads a byte for each code."""
+    """Compare ways to sum rows of messages; torch's reads one byte per code."""
     n = setting.elements
     size = _native.message_bytes(n, bits)
     messages = torch.zeros(rows * size, dtype=torch.uint8, device=setting.device)
@@ -137,7 +137,7 @@ def _wire_benchmarks() -> dict[str, Callable[[BenchmarkSetting], Benchmark]]:
     return made
 
 
-# What a gather reads, and what a reduction over 2 and 4 ranks does.
+# The cases of an all-gather, and of a reduction over 2 and 4 ranks.
 _SUMS = (
     (8, 1, torch.bfloat16, False),
     (8, 1, torch.float32, False),
@@ -146,5 +146,5 @@ _SUMS = (
     (4, 4, torch.bfloat16, False),
     (4, 2, torch.float32, True),
 )
-#: What makes each benchmark, by its name.
+#: The builder of each benchmark, by name.
 WIRES = _wire_benchmarks()

@@ -1,9 +1,9 @@
-"""One palette and one style for every picture of the project: ``npuzero plan --plot``, the benchmarks', the examples'.
+"""One palette and one style for all pictures of the project: ``npuzero plan --plot``, benchmarks, examples.
 
-What has a colour here has it everywhere: parameters are dark blue in memory, and so is a gather that carries them.
-The hues are Okabe and Ito's (told apart by colour-blind readers), darkened or lightened so that colours that meet in a
-picture also differ in lightness and stay apart when printed in grey; a test holds both. Pictures are opaque and light,
-so that they read alike on light and dark pages. Nothing here needs matplotlib.
+A subject has the same colour everywhere: parameters are dark blue in memory, and so is the all-gather that carries
+them. The hues are Okabe and Ito's (distinguishable for colour-blind readers), darkened or lightened so that adjacent
+colours also differ in lightness and can be distinguished in grey print; a test checks both. Pictures are opaque and
+light, so that they look the same on light and dark pages. This module does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-#: The parts of a rank's memory, in the order in which they are stacked.
+#: The parts of a rank's memory, in stacking order.
 PARTS = {
     "parameters": "#0B3C6F",
     "gradients": "#C1480B",
@@ -23,13 +23,13 @@ PARTS = {
     "buffers": "#BEC3C9",
     "activations": "#F3E27A",
 }
-#: How legends call a part, where it is not by its key in reports.
+#: Legend names that differ from the keys in reports.
 NAMES = {"states": "optimizer states"}
-#: Memories beside the device, in the order in which they are stacked.
+#: Memories other than the device, in stacking order.
 FARTHER = {"host": "#1D7A5F", "nvme": "#B07CC6"}
-#: What a rank does with its time.
+#: A rank's use of time.
 WORK = {"compute": FARTHER["host"], "communication": FARTHER["nvme"], "waiting": "#F4BFD4"}
-#: Bytes sent, by collective: gathers carry parameters, reductions gradients.
+#: Bytes sent by collective: gathers carry parameters, reductions gradients.
 SENT = {
     "all_gather": PARTS["parameters"],
     "reduce_scatter": PARTS["gradients"],
@@ -39,12 +39,12 @@ SENT = {
 }
 
 TEXT, FAINT, GRID, PAPER, SHADE = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF", "#F3F4F6"
-#: Of a map: from the least to the most, and what cannot be.
+#: For maps: least to most, and infeasible points.
 MAP, MISFIT = ("#E8F1FA", PARTS["states"], PARTS["parameters"]), "#F6E3DC"
-#: Of a comparison: what is this project's, what it is compared with, and what it is held against.
+#: For comparisons: this project, the competitor, and the goal.
 OWN, OTHER, GOAL = PARTS["parameters"], "#9AA1AA", PARTS["gradients"]
 
-#: Colours and dashes of curves that have no meaning of their own: in grey, equally light ones differ in their dashes.
+#: Colours and dashes of curves without a fixed meaning; in grey, equally light colours differ in their dashes.
 CURVES: tuple[tuple[str, Any], ...] = (
     (PARTS["gradients"], "-"),
     (PARTS["states"], "-"),
@@ -83,14 +83,14 @@ STYLE: dict[Any, Any] = {
 
 
 def text_colour(colour: str) -> str:
-    """Return the colour of text that is readable on ``colour`` (``"#RRGGBB"``): dark on light ones, else white."""
+    """Return a text colour readable on ``colour`` (``"#RRGGBB"``): dark on light colours, else white."""
     red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return TEXT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else PAPER
 
 
 def add_caption(figure: Figure, finding: str, subject: str, source: str, legend: Sequence[Artist] = ()) -> None:
-    """Put over ``figure`` what it shows, of what, and a legend of handles; below it where that comes from."""
-    rows = "\n" * (2 if legend else 1)  # room for what is written between the finding and the axes
+    """Add the finding, the subject and a legend above ``figure``, and the source below it."""
+    rows = "\n" * (2 if legend else 1)  # room for the text between the finding and the axes
     figure.suptitle(finding + rows, fontsize=14, fontweight="bold", x=0.01, ha="left")
     inches = figure.get_figheight()
     figure.text(0.01, 1 - 0.36 / inches, subject, fontsize=10, color=FAINT, va="top")

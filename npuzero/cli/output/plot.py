@@ -1,4 +1,4 @@
-"""The picture of ``npuzero plan --plot``; matplotlib is imported only here, and only when a picture is asked for."""
+"""The picture of ``npuzero plan --plot``. Imports matplotlib only here, and only if a picture is requested."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _SOURCE = "Arithmetic of npuzero plan; nothing was run."
 _ON_TOP = "Activations come on top of this memory."
-_VISIBLE = 0.001  # of the longest bar: what is nowhere so wide has no place in the legend
+_VISIBLE = 0.001  # of the longest bar: parts that are narrower everywhere are omitted from the legend
 
 
 def plot_reports(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> None:
-    """Draw memory per rank and bytes sent per step into the file ``path``, a row per preset.
+    """Draw memory per rank and bytes sent per step into the file ``path``, one row per preset.
 
     Args:
-        path: the picture; its ending says the format.
+        path: the picture; its ending determines the format.
         title: the model and the run.
         reports: by preset.
         memory_bytes: of a rank, drawn as a line.
@@ -51,9 +51,7 @@ def plot_reports(path: Path, title: str, reports: Mapping[str, Report], memory_b
 
 
 def draw_reports(title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> Figure:
-    """Return the picture: stacked bars of memory by part and of bytes sent by collective; between them, where anything
-    rests off the device, of the other memories.
-    """
+    """Draw stacked bars: memory by part, offloaded memory if there is any, and bytes sent by collective."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
@@ -61,6 +59,7 @@ def draw_reports(title: str, reports: Mapping[str, Report], memory_bytes: int | 
     counted = any("activations" in parts for parts in held.values())
     add_caption(figure, summarize_reports(reports), title, _SOURCE if counted else f"{_ON_TOP} {_SOURCE}")
     farther = {name: {memory: report.memory[memory] for memory in FARTHER} for name, report in reports.items()}
+    # The middle panel exists only if a row has offloaded parts; otherwise `middle` is empty.
     offload = any(any(row.values()) for row in farther.values())
     left, *middle, right = figure.subplots(1, 2 + offload, sharey=True, width_ratios=(1.25, *[0.8] * offload, 1))
     unit_bytes = _draw_bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
@@ -76,7 +75,7 @@ def draw_reports(title: str, reports: Mapping[str, Report], memory_bytes: int | 
 
 
 def summarize_reports(reports: Mapping[str, Report]) -> str:
-    """Return what the picture shows, in a line: which preset holds the least, beside which holds the most."""
+    """Summarize the picture in one line: the presets that hold the least and the most."""
     held = {name: report.memory[Memory.DEVICE.value] for name, report in reports.items()}
     least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
     if held[least] == held[most]:
@@ -87,7 +86,7 @@ def summarize_reports(reports: Mapping[str, Report]) -> str:
 def _draw_bars(
     axes: Axes, what: str, rows: Mapping[str, Mapping[str, int]], colours: Mapping[str, str], least_bytes: int = 0
 ) -> int:
-    """Draw one side, at least ``least_bytes`` wide; the bytes of its unit."""
+    """Draw one panel, at least ``least_bytes`` wide; return the bytes of its unit."""
     totals = {name: sum(values.values()) for name, values in rows.items()}
     most_bytes = max(*totals.values(), least_bytes)
     unit, unit_bytes = choose_byte_unit(most_bytes)

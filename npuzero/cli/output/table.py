@@ -1,4 +1,4 @@
-"""Plain text tables and quantities of bytes."""
+"""Plain text tables and byte quantities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Align columns on their width: the first ``left`` of them to the left, the others to the right."""
+    """Align columns to their widths: the first ``left`` columns to the left, remaining ones to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -22,7 +22,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 
 def choose_byte_unit(nbytes: int) -> tuple[str, int]:
-    """Return the largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole picture."""
+    """Return the largest unit with `nbytes` at least ten of it, and its bytes: one unit for a full picture."""
     power = 0
     while power + 1 < len(_UNITS) and nbytes >= 10 * 1024 ** (power + 1):
         power += 1
@@ -30,7 +30,7 @@ def choose_byte_unit(nbytes: int) -> tuple[str, int]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format `nbytes` with its own unit and four digits, such as ``13.04 GiB``; nothing is a dash."""
+    """Format `nbytes` in its own unit with up to four digits, such as ``13.04 GiB``; zero as a dash."""
     if nbytes == 0:
         return "-"
     power = min((nbytes.bit_length() - 1) // 10, len(_UNITS) - 1)

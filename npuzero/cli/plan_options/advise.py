@@ -1,4 +1,4 @@
-"""``npuzero plan --on``: whether a model fits on a cluster, which plan is the fastest, and how fast it is."""
+"""``npuzero plan --on``: does a model fit on a cluster, with which fastest plan, and how fast."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from npuzero.planner.models import ModelShape
 from npuzero.planner.search import Choices, choices_over_axes
 from npuzero.planner.timing.estimate import Estimate
 
-#: What a search finds out by itself, and what it does not know of: options that go with the table alone.
+#: Options of the table only: a search determines them itself, or does not support them.
 _TABLE_ONLY = (
     "world", "local", "memory", "micro_batches", "between", "tiles", "pod", "schedule", "chunks", "states",
     "gradients", "lag", "link", "disk",
 )  # fmt: skip
-#: What goes with a search alone.
+#: Options of a search only.
 _SEARCH_ONLY = ("seq", "presets", "attention", "axes", "table", "trace")
 
 
 def add_advice_options(parser: argparse.ArgumentParser) -> None:
-    """Add what asks for an answer instead of a table."""
+    """Add the options of a search."""
     answer = parser.add_argument_group("an answer: does it fit, how fast, which plan, what batch (docs/plan.md)")
     answer.add_argument("--on", metavar="CLUSTER", help="such as 8x910b-64g, or a cluster's JSON file")
     answer.add_argument("--seq", type=parse_number, metavar="N", help="tokens of a sequence")
@@ -47,7 +47,7 @@ def add_advice_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_advice_options(options: argparse.Namespace) -> None:
-    """Check that options belong to what is asked for.
+    """Check that the options fit the request: a search or a table.
 
     Raises:
         ConfigError: they do not.
@@ -62,13 +62,13 @@ def check_advice_options(options: argparse.Namespace) -> None:
 
 
 def get_heads_divisor(options: argparse.Namespace) -> int:
-    """Return by what the heads of a model that is given by its size alone are to be divided."""
+    """Return a number that must divide the heads of a model given by its size."""
     ranks: int = options.tensor * options.sequence
     return max(ranks, Cluster.named(options.on).local) if options.axes else ranks
 
 
 def _build_choices(cluster: Cluster, options: argparse.Namespace) -> Choices:
-    """Return among what is searched."""
+    """Return the search space."""
     choices = Choices(
         presets=tuple(options.presets or PRESETS),
         precisions=(wires.build_precision(options),),
@@ -82,7 +82,7 @@ def _build_choices(cluster: Cluster, options: argparse.Namespace) -> Choices:
 
 
 def _build_progress_printer(options: argparse.Namespace) -> Callable[[int, int], None] | None:
-    """Return what tells a person how far a search along all axes has come, which may take half a minute."""
+    """Return a progress printer for a search along all axes, which may take half a minute; None if not needed."""
     if not (options.axes and sys.stderr.isatty()):
         return None
 
@@ -124,15 +124,13 @@ sent: by a rank in a step, by axis, inner ones first; tokens/s: of a device; bou
 
 
 def advice_reports(advice: Advice) -> dict[str, Report]:
-    """Return a report for each plan with its activations among what is held: of its best run, or where none fits of
-    the one that takes least.
-    """
+    """Return a report per plan, with activations: of its fastest run, or if none fits, of its smallest."""
     found: dict[str, Report] = {}
     for each in (*advice.found.fitting, *advice.found.slower, *advice.found.misfits):
         if plan_name(each) not in found:
             parts = dict(each.report.held[Memory.DEVICE])
             left = each.memory[Memory.DEVICE.value] - sum(parts.values())
-            for part in ("buffers", "gradients"):  # not at their highest where the step is: then there is less of them
+            for part in ("buffers", "gradients"):  # below their own peaks at the peak of the step
                 less = min(parts[part], max(0, -left))
                 parts[part], left = parts[part] - less, left + less
             parts["activations"] = left
@@ -141,13 +139,13 @@ def advice_reports(advice: Advice) -> dict[str, Report]:
 
 
 def format_cluster(cluster: Cluster) -> str:
-    """Return a cluster in words."""
+    """Describe a cluster in words."""
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     return f"{cluster.ranks} × {cluster.name}{nodes}"
 
 
 def format_alternatives(advice: Advice) -> str:
-    """Return a table of what fits, the fastest first, and of what does not."""
+    """Return a table of plans: the fitting ones, fastest first, then the misfits."""
     rows = (*advice.found.fitting, *advice.found.misfits)
     memories = [m.value for m in Memory if m is Memory.DEVICE or any(each.memory.get(m.value) for each in rows)]
     nodes = advice.job.cluster.nodes > 1
@@ -176,7 +174,7 @@ def _alternative_row(each: Estimate, memories: Sequence[str], nodes: bool, spare
 
 
 def advice_dict(advice: Advice) -> dict[str, Any]:
-    """Return all of an advice, as JSON has it."""
+    """Return the full advice, ready for JSON."""
     found, cluster = advice.found, advice.job.cluster
     return {
         "answer": advice.answer,
@@ -194,7 +192,7 @@ def advice_dict(advice: Advice) -> dict[str, Any]:
 
 
 def estimate_dict(each: Estimate) -> dict[str, Any]:
-    """Return an estimate, as JSON has it."""
+    """Return an estimate, ready for JSON."""
     run, report, timeline = each.run, each.report, each.timeline
     named = {key: value for key, value in each.arguments().items() if isinstance(value, (str, int))}
     facts: dict[str, Any] = {

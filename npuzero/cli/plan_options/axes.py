@@ -1,4 +1,4 @@
-"""What ``npuzero plan`` knows of axes beside ZeRO's own: their sizes, the model divided over them, what layers send."""
+"""``npuzero plan``: parallel axes other than ZeRO's, the model divided over them, and the traffic of its layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npuzero.planner.models import ModelShape
 
 
 def add_axis_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says how the ranks are arranged."""
+    """Add the options that arrange the ranks."""
     axes = parser.add_argument_group("axes (docs/tensor.md, docs/sequence.md); the other ranks have data of their own")
     pipes.add_pipe_options(axes)
     axes.add_argument("--tensor", type=parse_number, default=1, metavar="N", help="ranks that divide the layers (1)")
@@ -36,10 +36,10 @@ def add_axis_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_axis_options(options: argparse.Namespace) -> None:
-    """Check that options make sense together.
+    """Check that the options are consistent.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they are not.
     """
     several = options.tensor > 1 or options.sequence > 1 or options.pipe > 1
     sliced = options.tensor > 1 and MODES[options.mode or "mtp"].sliced
@@ -60,12 +60,12 @@ def check_axis_options(options: argparse.Namespace) -> None:
 
 
 def has_parallel_axes(options: argparse.Namespace) -> bool:
-    """Tell whether there is any axis beside those that ZeRO has of itself."""
+    """Return whether there is an axis other than ZeRO's data axes."""
     return any(size > 1 for size in (options.pipe, options.tensor, options.sequence, options.pod))
 
 
 def build_mesh_shape(options: argparse.Namespace) -> MeshShape:
-    """Return the sizes of the axes, as :func:`npuzero.mesh` arranges as many ranks, so many of them on each host.
+    """Return the sizes of the axes, arranged as :func:`npuzero.mesh` does for these ranks and hosts.
 
     Raises:
         ConfigError: they do not multiply to the world.
@@ -77,11 +77,12 @@ def build_mesh_shape(options: argparse.Namespace) -> MeshShape:
 def divide_layers(
     model: ModelShape, mesh: MeshShape, options: argparse.Namespace
 ) -> tuple[ModelShape, dict[str, dict[str, int]]]:
-    """Return the model with its parameters cut over tensor ranks, and by axis and collective the bytes that its layers
-    send in a step, where --tokens says of how many.
+    """Return the model divided over tensor ranks, and the bytes its layers send per step, by axis and collective.
+
+    Bytes are returned only if --tokens is given.
 
     Raises:
-        ConfigError: its layers or heads cannot be divided, or how that is done is not known.
+        ConfigError: its layers or heads cannot be divided, or the division is unknown.
     """
     model = divide_model_shape(model, mesh.tensor, options.mode or "mtp")
     layers = LayerTraffic.of(model, mesh)

@@ -1,4 +1,4 @@
-"""What ``npuzero plan`` knows of pipelines: the model cut into stages, what each rank holds, and the schedule."""
+"""``npuzero plan``: the model divided into pipeline stages, each rank's share, and the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npuzero.planner.models import ModelShape
 
 
 def add_pipe_options(axes: Any) -> None:
-    """Add what says how a model is cut into stages, and in which order they run."""
+    """Add the options of pipeline stages and their schedule."""
     axes.add_argument(
         "--pipe", type=parse_number, default=1, metavar="N", help="ranks of a pipeline (1; docs/pipeline.md)"
     )
@@ -28,14 +28,14 @@ def add_pipe_options(axes: Any) -> None:
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """Predict for a model over the ranks of a pipeline; what it says is that of the rank that holds most.
+    """Predict a model over the ranks of a pipeline. Reports are of the rank that holds most.
 
     Attributes:
-        staged: what each rank of the pipeline has.
-        schedule: in which order each runs it.
-        edge_bytes: of a micro-batch's activations between stages, as each rank holds them.
-        memory_bytes: of a rank; None: nobody said.
-        ranks: by plan the report of each rank, as far as ``predict`` has been called.
+        staged: the stages of each rank.
+        schedule: the order in which each rank runs them.
+        edge_bytes: bytes per rank of a micro-batch's activations between stages.
+        memory_bytes: of a rank; None if not given.
+        ranks: the report of each rank, by plan; filled by ``predict``.
     """
 
     staged: StagedModel
@@ -52,7 +52,7 @@ class PipelineModel:
         return max(found, key=held_bytes)
 
     def told(self) -> str:
-        """Return what the schedule comes to."""
+        """Describe the schedule: bubble, micro-batches alive, and blocks."""
         table = self.schedule
         peaks = ", ".join(str(table.peak(rank)) for rank in range(table.ranks))
         blocks = ", ".join(str(len(each)) for each in self.staged.blocks_of)
@@ -62,12 +62,12 @@ class PipelineModel:
         )
 
     def fullest(self, name: str) -> str:
-        """Return which rank of the pipeline holds most under a plan, and how much less the one that holds least."""
+        """Return the rank that holds most under a plan, and the least relative to it."""
         held = [held_bytes(report) for report in self.ranks[name]]
         return f"{held.index(max(held))}, least {min(held) / max(held):.0%}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the schedule, and by preset what each rank holds, as JSON has it."""
+        """Return the schedule, and each rank's bytes by preset, ready for JSON."""
         table = self.schedule
         return {
             "schedule": table.name,
@@ -81,10 +81,10 @@ class PipelineModel:
 
 
 def build_pipeline_model(model: ModelShape, options: argparse.Namespace) -> PipelineModel | None:
-    """Return the model over the ranks of a pipeline; None where there is none.
+    """Return the model over the ranks of a pipeline; None without a pipeline.
 
     Raises:
-        ConfigError: its blocks are not known, are fewer than stages, or the schedule is not one for these numbers.
+        ConfigError: its blocks are unknown or fewer than stages, or the schedule does not support these numbers.
     """
     _check_pipe_options(options)
     if options.pipe == 1:

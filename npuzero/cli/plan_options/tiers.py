@@ -1,4 +1,4 @@
-"""What ``npuzero plan`` says of the host and of NVMe: options, rows, what is moved and how long that takes."""
+"""``npuzero plan``: offloading to the host and NVMe: options, rows, transfers and their time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from npuzero.cli.output.table import format_bytes
 from npuzero.errors import ConfigError
 from npuzero.plan import FROM_DISK, LINKS, OFFLOADS, TO_DEVICE, TO_DISK, TO_HOST, Memory, Plan, Report
 
-#: Links that a rate is given for, by option; both ways share a disk, and each way has a link of its own.
+#: Links by rate option: --disk covers both directions together, --link each direction separately.
 DISK, LINK = (TO_DISK, FROM_DISK), (TO_HOST, TO_DEVICE)
-# By option, what it needs of --states.
+# By option, what it requires in addition to --offload or --states.
 _FURTHER = {"disk": " nvme", "lag": " with --gradients"}
 
 _ON_DISK = [name for name, parts in OFFLOADS.items() if Memory.NVME in parts.values()]
 
 
 def add_tier_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says where states and gradients rest, and how fast they move."""
+    """Add the options of placement and transfer rates for states and gradients."""
     where = parser.add_argument_group("off the device (rows named zero3+nvme and so on come on top)")
     where.add_argument("--offload", choices=tuple(OFFLOADS), help="states there, gradients on the host: zero(offload=)")
     where.add_argument("--states", choices=("host", "nvme"), help="states there")
@@ -31,17 +31,19 @@ def add_tier_options(parser: argparse.ArgumentParser) -> None:
 
 
 def offload_plan(plan: Plan, options: argparse.Namespace) -> Plan | None:
-    """Return ``plan`` with parts off the device as the options say; None where they say nothing, or it shards states
-    further than the parameters that they name.
+    """Return ``plan`` offloaded as the options require; None without offloading.
+
+    Also None if the options offload parameters that the plan shards less than states.
 
     Raises:
-        ConfigError: options that make no sense together.
+        ConfigError: the options contradict each other.
     """
     if options.offload and (options.states or options.gradients):
         raise ConfigError(
             "--offload", expected="neither --states nor --gradients beside it", got="both", do="Give one of them."
         )
     offload = options.offload or options.states
+    # --offload places gradients on the host as well; --states leaves them on the device unless --gradients is given.
     homed = options.offload or options.gradients
     for option, needed in (("gradients", offload), ("lag", homed), ("link", offload), ("disk", offload in _ON_DISK)):
         if getattr(options, option) and not needed:
@@ -61,7 +63,7 @@ def offload_plan(plan: Plan, options: argparse.Namespace) -> Plan | None:
 
 
 def offloaded_columns(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:
-    """Return columns of what rests on the host and on NVMe, where anything does."""
+    """Return columns of bytes on the host and on NVMe, where any are used."""
     columns = {memory.value: {n: r.memory[memory.value] for n, r in rows.items()} for memory in Memory}
     del columns[Memory.DEVICE.value]
     return {
@@ -72,13 +74,13 @@ def offloaded_columns(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:
 
 
 def bytes_moved_by_link(rows: Mapping[str, Report]) -> dict[str, dict[str, int]]:
-    """Return bytes by link, of links and rows that move anything."""
+    """Return bytes by link, for links and rows with any traffic."""
     used = [link for link in LINKS if any(report.bytes_moved[link] for report in rows.values())]
     return {n: {link: r.bytes_moved[link] for link in used} for n, r in rows.items() if any(r.bytes_moved.values())}
 
 
 def transfer_seconds(report: Report, options: argparse.Namespace) -> dict[str, float]:
-    """Return how long links and disk are busy for a step, of those whose rates are given."""
+    """Return the seconds per step that links and disk are busy, for the given rates."""
     found = {}
     if options.link:
         found["link"] = max(report.bytes_moved[link] for link in LINK) / options.link

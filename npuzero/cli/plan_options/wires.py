@@ -1,4 +1,4 @@
-"""What ``npuzero plan`` knows of what travels: options that round it, and what of it goes to other nodes."""
+"""``npuzero plan``: options that round communication, and the share sent between nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ alone (all_to_all): what they compute is rounded, docs/numerics.md says by how m
 
 
 def add_wire_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says how parameters and gradients travel."""
+    """Add the options of communication formats for parameters and gradients."""
     wires = parser.add_argument_group("what travels; all but --sums round it (docs/numerics.md)")
     wires.add_argument(
         "--sums",
@@ -43,7 +43,7 @@ def add_wire_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_wires(text: str) -> Wire | dict[str, Wire]:
-    """Parse how gradients travel: ``int4``, or by axis: ``node=int4,local=bf16``."""
+    """Parse the format of gradients: ``int4``, or by axis: ``node=int4,local=bf16``."""
     pairs = [part.strip().rpartition("=") for part in text.split(",")]
     found = {axis.strip(): _NAMES.get(name.strip()) for axis, _, name in pairs}
     known = {axis: wire for axis, wire in found.items() if wire is not None}
@@ -55,10 +55,10 @@ def parse_wires(text: str) -> Wire | dict[str, Wire]:
 
 
 def build_precision(options: argparse.Namespace) -> Precision:
-    """Return the precision that the options say.
+    """Return the precision of the options.
 
     Raises:
-        ConfigError: they make no sense together.
+        ConfigError: they contradict each other.
     """
     return replace(
         PRECISIONS[options.precision],
@@ -70,7 +70,7 @@ def build_precision(options: argparse.Namespace) -> Precision:
 
 
 def describe_wire_options(options: argparse.Namespace) -> str:
-    """Return what the options say of a title, behind the precision's name."""
+    """Describe the options in a title, after the precision's name."""
     words = ", sums in the communication dtype" if options.sums == "wire" else ""
     words += f", parameters gathered in {options.gathers}" if options.gathers else ""
     if options.wires is not None:
@@ -87,7 +87,7 @@ def _get_wire_name(wire: Wire) -> str:
 
 
 def internode_columns(rows: Mapping[str, Report], mesh: MeshShape) -> dict[str, dict[str, str]]:
-    """Return columns of what a rank sends between nodes and inside them, where there are several."""
+    """Return columns of the bytes that a rank sends between and inside nodes; none on a single node."""
     if mesh.node == 1:
         return {}
     axes = {"between nodes": NODE, "inside nodes": LOCAL}
