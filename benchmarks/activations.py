@@ -1,10 +1,10 @@
-"""A checkpointed step whose activations rest on the host or on NVMe, beside one that keeps them on the device::
+"""A checkpointed step with activations offloaded to the host or NVMe, compared with activations on the device::
 
     python -m benchmarks.activations --nvme FOLDER --out runs/bench/activations.json
 
-The GPT of the step's benchmark, every block under torch's activation checkpointing, in a world of one. The baseline is
-the same step with what checkpointing keeps on the device. Goal: 1.05 of its time. On CPU ranks both are memory of the
-process, and what is measured is the copies.
+The GPT of the step benchmark, every block under torch's activation checkpointing, in a world of one. The baseline is
+the same step with the checkpointed inputs on the device. Goal: 1.05 of its time. On CPU ranks both memories are the
+process's, so that the measurement is of the copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Step = Callable[[], Tensor]
 
 
 class CheckpointedBlock(nn.Module):
-    """A block of which only the input is kept."""
+    """A block that keeps only its input."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def activation_benchmark(sizes: GPTWorkload, preset: str, nvme: Path | None) -> Benchmark:
+    # All models train in this process: the check compares their losses step by step, to the bit.
     places = [npuzero.Memory.DEVICE, npuzero.Memory.HOST, *([npuzero.Memory.NVME] if nvme else [])]
     settings = npuzero.Settings(nvme_paths=(str(nvme),) if nvme else ())
     models = {memory.value: build_sharded_model(sizes, preset, memory, settings) for memory in places}

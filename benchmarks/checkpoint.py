@@ -1,9 +1,9 @@
-"""Saving and loading, beside torch.distributed.checkpoint's own and a plain write of as many bytes to the same disk.
+"""Saving and loading, compared with torch.distributed.checkpoint and a plain write of as many bytes to the same disk.
 
     python -m benchmarks.checkpoint --folder /scratch --out runs/bench/checkpoint.json
 
 A GPT in fp32 with AdamW's states, in a world of one: weights and two moments. ``beside training`` is the time that
-training stands still for an asynchronous save. What is read was dropped from the page cache before.
+training is blocked by an asynchronous save. Files are dropped from the page cache before they are read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", module="torch.distributed")  # that no process group is there
+    warnings.filterwarnings("ignore", module="torch.distributed")  # about the missing process group
     npuzero.init("cpu")
     record = Record.begin("checkpoint", "python -m benchmarks.checkpoint", machine_fingerprint())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class CheckpointDisk:
-    """The same training state by both, and a folder to save it in."""
+    """The same training state in both libraries, and a folder for it."""
 
     def __init__(self, folder: Path, dim: int, layers: int) -> None:
         sizes = GPTWorkload(dim=dim, layers=layers, heads=8, sequence=64, batch=1, precision="fp32")
@@ -92,7 +92,7 @@ class CheckpointDisk:
         return [local_contender(name, way, nbytes=self._nbytes, prepare=prepare) for name, way in ways.items()]
 
     def _check(self) -> str:
-        """All files are there, and torch reads from ours what the model has."""
+        """Check that all files exist, and that torch reads the model's weights from npuzero's."""
         self._write_plain()
         self._save_theirs()
         self._save()

@@ -1,4 +1,4 @@
-"""Contenders by the names their users know, and where and when records were measured."""
+"""Display names of contenders, and descriptions of the records' machines and dates."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CALLED = {
 
 
 def contender_label(contender: str) -> str:
-    """Return what a reader calls a contender, and could type: a preset, and where it is not bf16 the precision."""
+    """Return a contender's display name: a preset that can be typed, with the precision if it is not bf16."""
     preset, split, _ = contender.partition("-split")
     return f"{preset}, bf16-split" if split else _CALLED.get(contender, contender)
 
 
 def describe_records(records: Sequence[Record], names: set[str]) -> str:
-    """Return machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
+    """Describe machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
     held = [record for record in records if any(result.name in names for result in record.results)]
     machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in held)}
     where = "; ".join(f"{cpu}, {cores} cores, {isa}, torch {torch}" for cpu, cores, isa, torch in sorted(machines))
@@ -38,5 +38,5 @@ def describe_records(records: Sequence[Record], names: set[str]) -> str:
 
 
 def record_commits(records: Sequence[Record]) -> list[str]:
-    """Return the commits that records were taken at, with a + where sources had changed since."""
+    """Return the commits of the records, with a + if sources had changed since."""
     return sorted({record.machine["commit"] or "a release" for record in records})

@@ -1,9 +1,9 @@
-"""States that go through the host chunk by chunk, beside plain reads and writes of the same bytes on the same disk.
+"""States streamed through the host in chunks, compared with plain reads and writes of the same bytes on the same disk.
 
     python -m benchmarks.disk --folder /mnt/nvme0 --out runs/bench/disk.json
 
-Every contender reads the whole file and writes it back. ``raw`` is what the disk gives: as many threads as the store
-has, each with pread and pwrite past the page cache, piece by piece, without waiting for anything but itself.
+Every contender reads the full file and writes it back. ``raw`` is the disk's limit: as many threads as the store has,
+each with pread and pwrite bypassing the page cache, piece by piece, each waiting only for itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from npuzero.memory.file import FileStore
 from npuzero.plan import FAR_CHUNK_BYTES as CHUNK_BYTES
 
 RAW, PLAIN, VERIFIED = "raw", "npuzero, without verify", "npuzero"
-#: Of a chunk, what a thread moves at once.
+#: Part of a chunk that a thread transfers at once.
 PIECE_BYTES = 2 << 20
 
 
@@ -89,7 +89,7 @@ def measure_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
 
 
 class RawFile:
-    """The system's own calls on a file of its own; each thread has its pieces, and a buffer."""
+    """System calls on a separate file; each thread has its pieces and a buffer."""
 
     def __init__(self, folder: Path, nbytes: int, threads: int) -> None:
         self._file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)

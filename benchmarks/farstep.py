@@ -1,16 +1,16 @@
-"""A training step whose optimizer states rest on NVMe, beside one that keeps them on the device, in the same rounds::
+"""A training step with optimizer states on NVMe, compared with states on the device, in the same rounds::
 
     python -m benchmarks.farstep --folder /mnt/disk --out runs/bench/farstep.json       # about 6 minutes
 
-The GPT of the step's benchmark, in a world of one. First the update alone is timed, with nothing beside it: all states
-come from the disk and go back. Then batches are found of which computing takes as long, in two ways, and at each the
-step is measured:
+The GPT of the step benchmark, in a world of one. First the update is timed alone, without overlap: all states are read
+from the disk and written back. Then batch sizes are searched for which compute takes as long, in two ways, and the step
+is measured at each:
 
     whole     forward and backward together take as long as the update
-    forward   forward alone does: an update that begins when backward has ended has no more than that to hide behind
+    forward   forward alone does: an update that starts after backward can only hide behind forward
 
-Goals: 1.10 of the resident step; with updates that begin inside backward 1.05. On CPU ranks the host's cores both
-compute and update; with one thread of the two cores computing, the other stands for the host beside a device.
+Goals: 1.10 of the resident step; with updates that start during backward 1.05. On CPU ranks the host's cores both
+compute and update; if one of two cores computes, the other represents the host next to a device.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from npuzero.bench import (
 from npuzero.plan import FROM_DISK, TO_DISK
 
 RESIDENT, FAR, EARLY = "resident", "npuzero", "npuzero, early"
-#: By contender: its preset, how its optimizer is made, and the goal for its time over the resident step's.
+#: By contender: preset, options of its optimizer, and the goal for its time relative to the resident step.
 CONTENDERS: dict[str, tuple[str, dict[str, Any], float]] = {
     RESIDENT: ("zero3", {}, math.inf),
     FAR: ("infinity-states", {}, 1.10),
     EARLY: ("infinity-states", {"early": True}, 1.05),
 }
-#: Times that a part of a step is timed alone.
+#: How often a part of a step is timed alone.
 TRIES = 3
 
 
 class TimedTraining:
-    """A model and its optimizer, a step at a time, or the parts of one."""
+    """A model and its optimizer, run a step at a time or in parts."""
 
     def __init__(self, sizes: GPTWorkload, name: str, folder: Path) -> None:
         preset, how, _ = CONTENDERS[name]
@@ -67,7 +67,7 @@ class TimedTraining:
         self.tokens = sizes.tokens(0, 0)
 
     def step(self) -> Tensor:
-        """Take a step; with states elsewhere the update is under way when it returns."""
+        """Take a step. With offloaded states the update is still running when it returns."""
         loss = self.forward()
         loss.backward()
         self.update()
@@ -81,21 +81,21 @@ class TimedTraining:
         self._optimizer.zero_grad()
 
     def quiet(self) -> None:
-        """Wait until an update that is under way has ended."""
+        """Wait until a running update has ended."""
         npuzero.report(self.model)
 
     def visit(self, count: int) -> float:
-        """Seconds of a step. A step before them leaves its update under way, as the last of them does."""
+        """Seconds per step. An untimed step before leaves its update running, as the last timed one does."""
         self.step()
         begin_s = time.perf_counter()
         for _ in range(count):
             self.step()
         seconds = (time.perf_counter() - begin_s) / count
-        self.quiet()  # so that nobody else pays for it
+        self.quiet()  # so that no other contender pays for it
         return seconds
 
     def parts(self) -> StepParts:
-        """The parts of a step, none beside another."""
+        """The parts of a step, without overlap."""
         found = [self._timed() for _ in range(TRIES + 1)][1:]
         return StepParts(*(median(values) for values in zip(*found, strict=True)))
 
@@ -130,7 +130,7 @@ class StepParts:
 
 
 WORDS = {"whole": "forward and backward", "forward": "forward"}
-#: What hides an update, of the parts of the resident step.
+#: The part of the resident step that is to hide an update.
 HIDING: dict[str, Callable[[StepParts], float]] = {
     "whole": lambda parts: parts.whole_s,
     "forward": lambda parts: parts.forward_s,
@@ -155,7 +155,7 @@ def measure_offload_steps(
 
 
 def visit_training(who: str, training: TimedTraining, count: int) -> float:
-    """A visit, and a line of it."""
+    """Visit and print a line."""
     seconds = training.visit(count)
     print(f"  {who}: {seconds:.3f} s", flush=True)
     return seconds
@@ -164,7 +164,7 @@ def visit_training(who: str, training: TimedTraining, count: int) -> float:
 def find_hiding_batch(
     hiding: Callable[[StepParts], float], trainings: dict[str, TimedTraining], sizes: GPTWorkload
 ) -> tuple[GPTWorkload, dict[str, StepParts]]:
-    """The first batch found of which what hides takes as long as the update from the disk, and the parts of all."""
+    """The first batch found with hiding compute at least as long as the update from disk, and all timings."""
     sizes = replace(sizes, batch=1)
     while True:
         for training in trainings.values():
@@ -177,7 +177,7 @@ def find_hiding_batch(
 
 
 def check_same_losses(trainings: dict[str, TimedTraining]) -> str:
-    """That all learn the same; they have taken as many steps."""
+    """Check that all have the same losses; they have taken equally many steps."""
     losses = {name: torch.stack([training.step() for _ in range(3)]) for name, training in trainings.items()}
     for name, found in losses.items():
         check_equal(name, found, losses[RESIDENT])

@@ -1,11 +1,11 @@
-"""The tables of figures: what is claimed, its goal, and what the records say. From the repository's root, or installed:
+"""The tables of figures: the claim, its goal, and the records' result. From the repository's root, or installed:
 
     python -m benchmarks.figures runs/bench                     # prints the tables, draws runs/bench/figures.png
     python -m benchmarks.figures benchmarks/results --readme    # and puts them into README.md and docs/
 
-README has five of them and the picture, docs/benchmarks.md has all.
+README contains five of them and the picture, docs/benchmarks.md all.
 
-The figures are those of benchmarks.goals; those whose benchmarks are not among the records are left out.
+The figures are those of benchmarks.goals; figures without records are omitted.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class HeadlineRow:
     """One row of README's table.
 
     Attributes:
-        what: is measured.
-        benchmark: whose result holds it.
-        own: the contender that is npuzero.
-        others: those it is held against; those there are.
-        value: of a contender, as it is shown.
+        what: description of the measurement.
+        benchmark: name of the benchmark.
+        own: npuzero's contender.
+        others: competing contenders; missing ones are omitted.
+        value: formats the value of a contender.
     """
 
     what: str
@@ -113,7 +113,7 @@ def read_records(folder: Path) -> tuple[list[Record], dict[str, Result]]:
 
 
 def format_range(figure: GoalFigure, values: Sequence[float]) -> str:
-    """The values' range, and whether their worst reaches the goal."""
+    """The range of the values, and whether the worst reaches the goal."""
     ends = dict.fromkeys(f"{round(value, 2) + 0.0:.2f}" for value in (min(values), max(values)))
     return f"{'–'.join(ends)} {'✓' if figure.meets(values) else '✗'}"
 
@@ -129,7 +129,7 @@ def figure_groups(results: Results) -> dict[str, list[list[str]]]:
 
 
 def format_figures(results: Results) -> str:
-    """For a terminal."""
+    """The tables for a terminal."""
     blocks = [
         format_table([GROUPS[group], "against", "measured", "goal"], lines)
         for group, lines in figure_groups(results).items()
@@ -138,7 +138,7 @@ def format_figures(results: Results) -> str:
 
 
 def headlines(records: Sequence[Record], results: Results) -> str:
-    """Return what README has: the figures that matter most, and the picture."""
+    """Return README's part: the most important figures, and the picture."""
     lines = [headline.line(results[headline.benchmark]) for headline in HEADLINES if headline.benchmark in results]
     names = {headline.benchmark for headline in HEADLINES}
     picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
@@ -147,7 +147,7 @@ def headlines(records: Sequence[Record], results: Results) -> str:
 
 
 def markdown(records: Sequence[Record], results: Results) -> str:
-    """Return what docs/benchmarks.md has: a table a group, each with what it was measured on."""
+    """Return the part of docs/benchmarks.md: a table per group, each with its machine."""
     blocks = []
     for group, lines in figure_groups(results).items():
         blocks.append(markdown_table([GROUPS[group], "against", "measured", "goal"], lines))
@@ -161,12 +161,12 @@ def markdown(records: Sequence[Record], results: Results) -> str:
 
 
 def names_of(group: str) -> set[str]:
-    """Return the benchmarks that a group's table is about."""
+    """Return the benchmarks in a group's table."""
     return {name for figure in FIGURES if figure.group == group for name in figure.benchmarks}
 
 
 def format_peers(result: Result) -> str:
-    """Return a comparison with the peers as a table, the fastest first."""
+    """Return a comparison with the peers as a table, fastest first."""
     lines = [
         [contender_label(name), f"{result.slowdown(name).median:.2f}", f"{_format_held_mb(result, name):.0f}"]
         for name in sorted(result.seconds, key=lambda name: result.slowdown(name).median)
@@ -194,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--readme", action="store_true", help="write them into README.md and docs/")
     options = parser.parse_args(arguments)
     records, results = read_records(options.folder)
+    # README must only contain figures of full runs; a quick run may still be printed and drawn.
     if options.readme and any(record.quick for record in records):
         raise SystemExit("figures: README takes none of a quick run; measure without --quick")
     plot.plot_figures(

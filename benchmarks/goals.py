@@ -1,7 +1,7 @@
-"""The figures: what is claimed, of which benchmarks, and its goal; benchmarks.figures makes tables of them.
+"""The figures: claims, their benchmarks and goals. benchmarks.figures makes tables of them.
 
-A figure is a ratio within a round, at the median over the rounds. Where it covers several benchmarks, their range is
-shown, and the worst of them is held against the goal.
+A figure is the median over the rounds of a ratio within a round. For a figure over several benchmarks the range is
+shown, and the worst value is compared with the goal.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class GoalFigure:
     """One row of the table.
 
     Attributes:
-        group: rows of one group stand together, and are drawn in one panel.
-        name: what is measured.
-        against: what it is measured against.
-        goal: the least value, or where ``at_most`` the greatest.
-        benchmarks: whose results hold it.
-        values: of such a result; those there are.
-        presets: of a training step, those it is about.
+        group: rows of a group form one table and one panel.
+        name: the measurement.
+        against: the competitor.
+        goal: the least value, or the greatest if ``at_most``.
+        benchmarks: names of its benchmarks.
+        values: extracts the available values from a result.
+        presets: of a training step, the presets it covers.
     """
 
     group: str
@@ -49,11 +49,11 @@ class GoalFigure:
     presets: tuple[str, ...] = ()
 
     def measured(self, results: Results) -> list[float]:
-        """What the results say, in order; nothing where they do not have it."""
+        """The values in the results, in order; empty if there are none."""
         return [value for name in self.benchmarks if name in results for value in self.values(results[name])]
 
     def meets(self, values: Sequence[float]) -> bool:
-        """Whether the worst of ``values``, as they are shown, reaches the goal."""
+        """Whether the worst of ``values``, as displayed, reaches the goal."""
         worst = round(max(values), 2) if self.at_most else round(min(values), 2)
         return worst <= self.goal if self.at_most else worst >= self.goal
 
@@ -83,7 +83,7 @@ def _host_overhead(result: Result) -> list[float]:
 
 
 def added_seconds(result: Result) -> dict[str, float]:
-    """Return what contenders add to the seconds of the baseline, which computes and updates nothing."""
+    """Return the seconds that contenders add to the baseline, which computes without updating."""
     base = result.seconds[result.baseline]
     return {
         name: median([one - other for one, other in zip(seconds, base, strict=True)])
@@ -93,17 +93,18 @@ def added_seconds(result: Result) -> dict[str, float]:
 
 
 def find_exact_contender(result: Result) -> str:
-    """Return the contender with the fewest bytes of float32 masters and moments: split masters, where there are any."""
+    """Return the contender with the smallest exact states (masters and moments in float32): split masters for bf16."""
     return "npuzero-split" if result.parameters["precision"] == "bf16" else "npuzero"
 
 
 def _disk_figures(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[GoalFigure]:
-    """Two rows beside the quickest of ``others``: what states add to a step, and updates to the end of their writes.
+    """Two rows against the fastest of ``others``: time that states add to a step, and updates up to the end of writes.
 
     Args:
-        storage: as in the contender's name; empty: float32 states, whichever way npuzero has to keep them exactly.
+        storage: as in the contender's name; empty: float32 states, in npuzero's smallest exact layout.
     """
 
+    # Both return [] if a contender is missing from the record: the row is then omitted.
     def added(result: Result) -> list[float]:
         found = added_seconds(result)
         own = f"npuzero{storage}" if storage else find_exact_contender(result)
@@ -124,7 +125,7 @@ def _disk_figures(storage: str, against: str, goal: float, precisions: Sequence[
 
 
 def _offload_figure(name: str, against: str, goal: float, benchmark: str, contender: str) -> GoalFigure:
-    """A row of steps that keep something off the device."""
+    """A row of steps that offload something."""
 
     def values(result: Result) -> list[float]:
         return [result.slowdown(contender).median] if contender in result.seconds else []
@@ -133,7 +134,7 @@ def _offload_figure(name: str, against: str, goal: float, benchmark: str, conten
 
 
 def _at_most_figure(group: str, name: str, against: str, goal: float, names: Sequence[str], value: Value) -> GoalFigure:
-    """A row whose ``goal`` is the most that a value may be."""
+    """A row with a maximum as its ``goal``."""
     return GoalFigure(group, name, against, goal, tuple(names), lambda result: [value(result)], at_most=True)
 
 
@@ -146,7 +147,7 @@ def _host_pair_figure(name: str, mode: str) -> GoalFigure:
 
 
 def _torch_comparison_figures(group: str, suite: str, name: str, against: str, goal: float) -> list[GoalFigure]:
-    """Rows of a step that ranks share, its time and its memory, beside torch's over gloo and over our backend."""
+    """Rows of a step that ranks share, its time and memory, against torch over gloo and over npuzero's backend."""
     names = [f"{suite}/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16")]
     rows = []
     for other, backend in (("torch", "gloo"), ('torch on "shm"', 'the backend "shm"')):
@@ -180,7 +181,7 @@ def _wire_figure(against: str, goal: float) -> GoalFigure:
 
 
 def _planner_figure(batch: int) -> GoalFigure:
-    """A row of how far the planner's seconds are from those measured, as a part of these."""
+    """A row of the planner's error: the difference of planned and measured seconds, relative to the measured."""
 
     def apart(result: Result) -> list[float]:
         planned = {name: values["planned_s"] for name, values in result.values.items()}

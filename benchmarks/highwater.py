@@ -1,17 +1,17 @@
-"""What a process holds at the most, and over many steps, whose optimizer states are four times the memory for them.
+"""Peak memory and growth of a process with four times as many bytes of optimizer states as memory for them.
 
     python -m benchmarks.highwater --folder /mnt/disk --out runs/bench/highwater.json      # about 5 minutes
     python -m benchmarks.highwater --folder /mnt/disk --layers 32 --steps 50
 
 A GPT trains with states in files. npuzero may hold on the host the gradients and a quarter of the states' bytes
-(``host_bytes``). The process may hold, all in all, what it held when everything was imported (the base), what
-``npuzero.predict`` says of device and host (the plan), and a twentieth more: for activations, a unit's gradients before
-they are packed, and what the allocator keeps. Where a control group can be made (Linux, as root) the kernel ends what
-takes more, its own tables and page cache included, which count in its base. Memory is the kernel's own high-water mark,
-and before each update, when none is under way, anonymous pages, those that are shared with others by parts. Goals: not
-more than that, and no growth, but for less than a page a step. Of what has been freed malloc keeps now nothing and now
-some 10 MB, which would hide that: in every tenth step it is given back first, and the median of what is held then,
-after the first steps, is compared between their first half and their second.
+(``host_bytes``). The process may hold in total its memory after all imports (the base), ``npuzero.predict``'s bytes of
+device and host (the plan), and 5 % more: for activations, a unit's gradients before they are packed, and the
+allocator's reserves. If a control group can be created (Linux, as root), the kernel kills a process that exceeds this;
+the kernel's tables and page cache then count, and are included in the base. Memory is the kernel's high-water mark;
+before each update, when none is running, it is the anonymous pages, with shared ones counted in proportion. Goals: at
+most that peak, and growth below one page per step. malloc retains between 0 and some 10 MB of freed memory, which would
+hide growth: in every tenth step it is returned first. Growth compares the medians of the memory in these steps, after
+the first steps, between the first half and the second.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from npuzero.errors import BenchmarkError
 from npuzero.plan import FAR_CHUNK_BYTES
 
 NAME, OWN = "highwater", "npuzero"
-#: The states' bytes over those of memory for them.
+#: Bytes of states divided by bytes of memory for them.
 TIMES = 4
-#: Chunks that fit into that memory: a few are under way at a time.
+#: Chunks that fit into that memory: a few are in flight at a time.
 CHUNKS = 16
 BEYOND = 0.05
-#: Bytes a step that are no growth: a page.
+#: Bytes per step that do not count as growth: a page.
 PAGE = 4096
-#: Steps before memory is looked at, and between two lines of progress, in the last of which malloc keeps nothing.
+#: Steps before the first measurement; and steps per line of progress, in the last of which freed memory is returned.
 FIRST, A_LINE = 10, 10
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> HighWaterRank:
-    """What npuzero.bench's worker asks for."""
+    """Make the rank for npuzero.bench's worker."""
     return HighWaterRank(options)
 
 
 class HighWaterRank:
-    """Train, and look at this process."""
+    """Train, and inspect this process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._sizes, self._plan = GPTWorkload(**options["workload"]), npuzero.Plan.preset(**options["plan"])
@@ -66,15 +66,15 @@ class HighWaterRank:
         npuzero.init("cpu")
         self._taken = 0
         tiny = replace(self._sizes, dim=64, layers=1, heads=1)
-        gpt_loss(tiny.model().to(tiny.dtype), tiny.tokens(0, 0)).backward()  # makes threads, and what kernels keep
+        gpt_loss(tiny.model().to(tiny.dtype), tiny.tokens(0, 0)).backward()  # starts threads, fills caches
 
     def base(self) -> int:
-        """Begin the high water anew; what is held before there is a model."""
+        """Reset the high-water mark; return the memory held before the model exists."""
         memory.reset_peak_bytes(torch.device("cpu"))
         return memory.current_resident_bytes(torch.device("cpu"))
 
     def start(self) -> dict[str, int]:
-        """Make the model, its parameters unit by unit; bytes of states, of memory for them, and of the plan."""
+        """Build the model unit by unit; return the bytes of states, of memory for them, and of the plan."""
         with torch.device("meta"):
             model = self._sizes.model()
         whole = npuzero.predict(model, self._plan, 1, clip=True).held
@@ -95,14 +95,14 @@ class HighWaterRank:
         }
 
     def train(self, steps: int) -> list[tuple[float, int]]:
-        """The seconds of each of the next steps, and what is held before its update begins: none is under way then.
+        """The seconds of each step, and the memory before its update, when none is running.
 
-        In the last of them that is without what was freed and malloc keeps.
+        In the last step freed memory is returned first.
         """
         return [self._step(give_back=left == 1) for left in range(steps, 0, -1)]
 
     def peak(self) -> int:
-        """The most that was held since :meth:`base`."""
+        """The peak since :meth:`base`."""
         return memory.peak_resident_bytes(torch.device("cpu"))
 
     def _step(self, give_back: bool) -> tuple[float, int]:
@@ -122,9 +122,9 @@ class HighWaterRank:
 
 
 def growth_per_step(held: Sequence[float]) -> float:
-    """Bytes a step by which that rises, from the first half to the second, which steps hold when malloc keeps nothing.
+    """Growth in bytes per step between both halves, of the steps that return freed memory.
 
-    held: of every step, in order; the last of each A_LINE is such a one.
+    held: of every step, in order; the last of each A_LINE returns freed memory.
     """
     bare = held[A_LINE - 1 :: A_LINE]
     half = len(bare) // 2
@@ -141,7 +141,7 @@ def measure_high_water(options: argparse.Namespace) -> Result:
         command = command if capped is None else capped.command(command)
         team = stack.enter_context(Team(OWN, command, 1, options=told, threads=options.threads, timeout_s=400.0))
         (base,) = team.ask("base")
-        counted = base if capped is None else capped.used()  # page cache and the kernel's own tables are in it
+        counted = base if capped is None else capped.used()  # includes page cache and the kernel's tables
         (facts,) = team.ask("start")
         allowed = base + facts["plan_bytes"]
         cap = int((1 + BEYOND) * (counted + facts["plan_bytes"]))
@@ -179,7 +179,7 @@ def format_mb(nbytes: float) -> str:
 
 
 def report_goals(result: Result) -> None:
-    """Tell how the goals are met.
+    """Report whether the goals are met.
 
     Raises:
         BenchmarkError: one is not.

@@ -1,10 +1,9 @@
-"""What the engine does on the host in a step, beside what plain torch does. From the repository's root, or installed::
+"""The engine's host time per step, compared with plain torch's. From the repository's root, or installed::
 
     python -m benchmarks.host --out runs/bench/host.json
 
-A GPT so small that its kernels take no time to speak of, in a world of one, where nothing is sent: forward, backward,
-clipping, update. The baseline is plain torch with its fused AdamW. What npuzero takes beyond it is held against 1 ms
-and 50 us a unit.
+A GPT with negligible kernel times, in a world of one without communication: forward, backward, clipping, update. The
+baseline is plain torch with its fused AdamW. npuzero's additional time is compared with 1 ms and 50 us per unit.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def host_benchmark(layers: int) -> Benchmark:
-    """A GPT of ``layers`` blocks: each a unit, and the root."""
+    """A GPT of ``layers`` blocks, each a unit, and the root."""
     sizes = GPTWorkload(dim=32, layers=layers, heads=1, sequence=8, batch=1, precision="fp32")
     steps = {TORCH: plain_step(sizes)} | {f"npuzero {preset}": sharded_step(sizes, preset) for preset in PRESETS}
 

@@ -1,12 +1,12 @@
-"""What the host pays for a pair of collectives around cut Linears. From the repository's root, or installed::
+"""Host time of a pair of collectives around divided Linears. From the repository's root, or installed::
 
     python -m benchmarks.host_axes --out runs/bench/host_axes.json       # about a minute
 
-Perceptrons so small that their kernels take no time to speak of, whose two Linears cut by columns share an input and
-are followed by one cut by rows, divided by ``npuzero.parallel.tensor`` over two ranks. This process is both of them:
-while it is timed, its collectives send nothing, and what is left is hooks, autograd's functions, checks and buffers.
-The baseline is the same perceptrons without them. A pair is what stands before and behind one perceptron, in forward
-and backward: under mtp ``copy`` and ``total``, under msp ``gather`` and ``scatter``. Goal: 15 us.
+Perceptrons with negligible kernel times, each with two Linears cut by columns that share an input, followed by one cut
+by rows, divided by ``npuzero.parallel.tensor`` over two ranks. This process is both of them: during timing its
+collectives send nothing, which leaves hooks, autograd functions, checks and buffers. The baseline is the same
+perceptrons without them. A pair is the collectives before and after one perceptron, in forward and backward: under mtp
+``copy`` and ``total``, under msp ``gather`` and ``scatter``. Goal: 15 us.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Step = Callable[[], list[Tensor]]
 
 
 class AlikeCommunicator(Communicator):
-    """A group of two ranks, of which this process is one, and the other has the same slices and adds nothing to sums.
+    """A group of this process and a second rank that has the same slices and adds nothing to sums.
 
-    So what perceptrons compute, whose parameters are whole, is what they compute without it.
+    Perceptrons with unsharded parameters therefore compute the same values as without it.
 
     Attributes:
-        moves: whether results are there; else nothing is done.
+        moves: whether collectives write their results; else they do nothing.
     """
 
     moves = True
@@ -86,7 +86,7 @@ class AlikeCommunicator(Communicator):
 
 
 class TwoAlikeWorld(World):
-    """A world of two ranks, this one and another like it."""
+    """A world of two ranks: this one and an identical one."""
 
     def __init__(self) -> None:
         super().__init__(0, 2, torch.device("cpu"), (0, 1))
@@ -99,7 +99,7 @@ class TwoAlikeWorld(World):
 
 
 class PerceptronBlock(nn.Module):
-    """Two Linears of one input, and one behind them."""
+    """Two Linears with one input, followed by a third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class PerceptronBlock(nn.Module):
 
 
 class PerceptronStack(nn.Module):
-    """One behind the other."""
+    """A sequence of perceptron blocks."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class PerceptronStack(nn.Module):
 
 
 def perceptron_step(mode: str, layers: int) -> Step:
-    """Forward and backward of perceptrons that are divided, or plain; returns their output and the input's gradient."""
+    """Forward and backward of divided or plain perceptrons; returns their output and the input's gradient."""
     torch.manual_seed(0)
     model = PerceptronStack(layers)
     for weight in model.parameters():
@@ -132,7 +132,7 @@ def perceptron_step(mode: str, layers: int) -> Step:
     if mode != PLAIN:
         npuzero.parallel.tensor(model, npuzero.mesh(tensor=2, world=TwoAlikeWorld()), mode=mode, plan=WORDS)
     half = torch.randn(1, POSITIONS // 2, DIM)
-    x = torch.cat((half, half), 1).requires_grad_()  # the ranks' slices of a sequence are alike
+    x = torch.cat((half, half), 1).requires_grad_()  # the ranks' slices of a sequence are equal
 
     def step() -> list[Tensor]:
         x.grad = None
@@ -144,7 +144,7 @@ def perceptron_step(mode: str, layers: int) -> Step:
 
 
 def mode_benchmark(mode: str, layers: int) -> Benchmark:
-    """A benchmark of one mode beside no collectives at all."""
+    """A benchmark of one mode against no collectives."""
     steps = {name: perceptron_step(name, layers) for name in (PLAIN, mode)}
 
     def check() -> str:

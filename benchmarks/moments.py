@@ -1,9 +1,9 @@
-"""How near stored moments are to what they store, on those of a training run: ``python -m benchmarks.moments``.
+"""The error of stored moments, on moments of a training run: ``python -m benchmarks.moments``.
 
-The example's GPT trains for some steps in float32. Its moments are stored once in each format and read again; the error
-is that of the update m / (sqrt(v) + eps), as the root of its mean square relative to the update's own. Beside this
-package's formats stands the dynamic map of 8-bit optimizers (Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", ICLR 2022): a table of 256 values for blocks that are scaled by their largest.
+The example's GPT trains for some steps in float32. Its moments are stored once in each format and read back. The error
+is that of the update m / (sqrt(v) + eps): root mean square, relative to the update's own. For comparison with this
+package's formats: the dynamic map of 8-bit optimizers (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+ICLR 2022), a table of 256 values for blocks scaled by their maximum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trained_moments(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def round_trip_moment(moments: str, *, signed: bool) -> Store:
-    """By this package, to nearest."""
+    """Store with this package, rounding to nearest."""
 
     def store(x: Tensor) -> Tensor:
         kept = torch.zeros(storage.stored_numel(x.numel(), MOMENT_DTYPES[moments]), dtype=MOMENT_DTYPES[moments])
@@ -56,7 +56,7 @@ def round_trip_moment(moments: str, *, signed: bool) -> Store:
 
 
 def dynamic_map_store(block: int, *, signed: bool) -> Store:
-    """By the published table: a decade for each leading zero bit, divided evenly by the bits that are left."""
+    """Store with the published table: a decade per leading zero bit, divided evenly by the remaining bits."""
     bits = 7 if signed else 8
     decades = [torch.linspace(0.1, 1, 2 ** (bits - 1 - i) + 1, dtype=torch.float64) * 10.0**-i for i in range(7)]
     values = torch.cat([(edges[:-1] + edges[1:]) / 2 for edges in decades])
@@ -73,7 +73,7 @@ def dynamic_map_store(block: int, *, signed: bool) -> Store:
 
 
 def update_error(moments: list[tuple[Tensor, Tensor]], first: Store, second: Store) -> float:
-    """Of the update, relative."""
+    """The relative error of the update."""
     apart = whole = 0.0
     for m, v in moments:
         exact = (m / (v.sqrt() + EPS)).double()

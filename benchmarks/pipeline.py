@@ -1,20 +1,19 @@
-"""A training step over the stages of a pipeline beside torch's, in the same rounds. From the repository's root::
+"""A training step over pipeline stages compared with torch's, in the same rounds. From the repository's root::
 
     python -m benchmarks.pipeline --out runs/bench/pipeline.json                 # about 5 minutes on two cores
     python -m benchmarks.pipeline --precision bf16 --out runs/bench/pipeline-bf16.json
     python -m benchmarks.pipeline --ranks 4 --out runs/bench/pipeline-4.json     # pipe 2 x data 2
     python -m benchmarks.pipeline --rounds 1 --trace runs/bench/trace/pipeline.json
 
-A Llama of transformers with 32 M parameters, its layers divided over two stages, eight micro-batches in the order of
-1F1B: npuzero (stage 3 within a stage's ranks, shared memory; of data ranks stage 2, too) beside torch's PipelineStage,
-Schedule1F1B and FSDP2, over gloo and over npuzero's backend "shm"; where a stage has one rank, in fp32, also without
-FSDP2. Each clips by the norm over all stages and updates with AdamW. *compute only* is what each rank does between what
-it sends and receives: forward and backward of its own stage's micro-batches, and the update of all its parameters, in
-as many processes.
+A Llama of transformers with 32 M parameters, its layers divided over two stages, with eight micro-batches in 1F1B
+order. Contenders: npuzero (stage 3 within a stage's ranks, shared memory; with data ranks also stage 2), and torch's
+PipelineStage, Schedule1F1B and FSDP2, over gloo and over npuzero's backend "shm"; with one rank per stage in fp32 also
+without FSDP2. Each clips by the norm over all stages and updates with AdamW. *compute only* is each rank's work without
+communication: forward and backward of its stage's micro-batches, and the update of all its parameters, in as many
+processes.
 
-Goals: 0.85 of torch's time and no more memory; and 1.05 (1 + bubble) of compute only, the bubble being the share of a
-step in which a rank has nothing to do. That one is of two ranks: where ranks share a core, one works in the bubble of
-another.
+Goals: 0.85 of torch's time and at most its memory; and 1.05 (1 + bubble) of compute only, where the bubble is the idle
+share of a rank's step. The latter applies to two ranks: if ranks share a core, one works in the bubble of another.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def extra_contenders(precision: str, ranks: int) -> dict[str, str]:
-    """Contenders of some runs: stage 2 shards where a stage has several ranks; where it has one, FSDP2 can be left out,
-    unless it has to round parameters.
+    """Contenders of some runs: stage 2, if a stage has several ranks; with one, torch without FSDP2.
+
+    FSDP2 can only be omitted in fp32: in bf16 it rounds the parameters.
     """
     if ranks > STAGES:
         return {ZERO2: "zero2"}
@@ -78,7 +78,7 @@ def extra_contenders(precision: str, ranks: int) -> dict[str, str]:
 
 
 def ask_schedule(teams: Mapping[str, Team], result: Result, sizes: PipelineSizes, trace: Path | None) -> None:
-    """Note the bubble of the schedule, and the bytes that go between stages: those there are to send, and npuzero's."""
+    """Record the schedule's bubble, and the bytes between stages: the minimum, and npuzero's."""
     result.parameters.update(bubble=sizes.bubble, sent_bytes=sizes.sent_bytes)
     for name in {OWN, ZERO2} & teams.keys():
         result.values[name]["sent_bytes"] = teams[name].ask("sent")

@@ -1,4 +1,4 @@
-"""Contenders whose ranks share batches, side by side: started, held against plain torch, timed in rounds, looked at."""
+"""Comparisons of contenders with ranks that share batches: start, check, time in rounds and inspect them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from npuzero.errors import BenchmarkError
 
 @dataclass(frozen=True)
 class AxisContender:
-    """A contender, and what it trains on.
+    """A contender and its workload.
 
     Attributes:
         name: for people.
         contender: an entry of the CONTENDERS of ``work``.
         sizes: of its model and batches.
-        shared: ranks that compute one batch together.
-        apart: they are not neighbours, but have all other batches' ranks between them.
-        learns: trains the model, so that its losses can be checked.
+        shared: number of ranks that compute one batch together.
+        apart: ranks of a batch are strided over the world instead of adjacent.
+        learns: it trains the model, so that its losses can be checked.
         work: the module that makes its ranks.
     """
 
@@ -39,11 +39,11 @@ class AxisContender:
     work: str = "benchmarks.axes.work"
 
     def batch(self, rank: int, ranks: int) -> int:
-        """The batch that ``rank`` of ``ranks`` takes part in."""
+        """The batch of ``rank`` among ``ranks``."""
         return rank % (ranks // self.shared) if self.apart else rank // self.shared
 
     def team(self, batches: list[list[int]], contender: str = "", threads: int = 1) -> Team:
-        """The ranks that have these batches each, of this contender or another."""
+        """A team of ranks with these batches, of this contender or another."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         named = f"{self.work}:{contender or self.contender}"
         return Team(
@@ -58,11 +58,11 @@ class AxisContender:
 
 
 def ask_nothing(teams: Mapping[str, Team], result: Result) -> None:
-    """Ask no more of the contenders."""
+    """Ask for no further facts."""
 
 
 def add_axis_comparison_options(parser: argparse.ArgumentParser, sizes: type[LlamaSizes] = LlamaSizes) -> None:
-    """The options of every comparison; those of ``sizes`` among them."""
+    """The options of every comparison, including those of ``sizes``."""
     sizes.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="each a process with one thread")
     parser.add_argument("--rounds", type=int, default=15, help="at the most")
@@ -79,18 +79,19 @@ def measure_sides(
     options: argparse.Namespace,
     also: Callable[[Mapping[str, Team], Result], None] = ask_nothing,
 ) -> Result:
-    """Return the times of all sides, the first of which is the baseline, and what each held.
+    """Return the times and memory of all sides; the first is the baseline.
 
     Args:
-        also: called with the sides' teams by name after that, and the result.
+        also: called last with the teams by name, and the result.
 
     Raises:
-        BenchmarkError: one of them does not start, or learns something else than plain torch.
+        BenchmarkError: a side does not start, or its losses differ from plain torch's.
     """
     wanted: dict[tuple[LlamaSizes, int], list[float]] = {}
     for side in sides:
         if side.learns and (side.sizes, side.shared) not in wanted:
             wanted[side.sizes, side.shared] = reference_losses(side, options)
+    # All teams live for the full measurement: rounds interleave them, and `also` may ask each again.
     with ExitStack() as stack:
         teams = {}
         for side in sides:
@@ -117,7 +118,7 @@ def measure_sides(
 
 
 def format_sides(result: Result) -> str:
-    """For people: times beside the baseline's, and memory."""
+    """Times relative to the baseline, and memory, for people."""
     lines = [f"{result.title}: {len(result.seconds[result.baseline])} rounds; {result.checked}"]
     for name, seconds in result.seconds.items():
         slow, held = result.slowdown(name), result.values[name]["held_bytes"] / 1e6
@@ -128,7 +129,7 @@ def format_sides(result: Result) -> str:
 
 
 def format_time_and_memory(result: Result, own: str, others: Sequence[str], goal: float) -> str:
-    """For people: how much of each other's time and memory ours takes, with the goal for the time."""
+    """Time and memory of ``own`` relative to each of ``others``, with the goals, for people."""
     lines = []
     for other in others:
         held = result.values[own]["held_bytes"] / result.values[other]["held_bytes"]
@@ -138,7 +139,7 @@ def format_time_and_memory(result: Result, own: str, others: Sequence[str], goal
 
 
 def reference_losses(side: AxisContender, options: argparse.Namespace) -> list[float]:
-    """Plain torch's losses, one process taking the batches of all ranks."""
+    """Plain torch's losses, with one process taking the batches of all ranks."""
     batches = [list(range(options.ranks // side.shared))]
     print(f"plain torch, as {side.name} is to learn", flush=True)
     with side.team(batches, "plain", threads=2) as team:

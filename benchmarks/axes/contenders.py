@@ -1,7 +1,7 @@
-"""Contenders whose ranks share batches, and the plain training that they are held against; see benchmarks.step.
+"""Contenders with ranks that share batches, and their plain reference training; see benchmarks.step.
 
-Those of tensor ranks divide the same layers in the same way: Linears by transformers' own plan, the embedding and the
-head along the vocabulary, with logits gathered. In bf16 all compute and send bfloat16, and keep float32 shards:
+Contenders with tensor ranks divide the same layers in the same way: Linears by transformers' own plan, the embedding
+and the head along the vocabulary, with logits gathered. In bf16 all compute and send bfloat16, and keep float32 shards:
 npuzero's precision is then ``bf16-split``, the layout of FSDP2.
 """
 
@@ -63,7 +63,7 @@ def npuzero_isp() -> Build:
 
 
 def npuzero_zero3() -> Build:
-    """npuzero: ranks with sequences of their own, and stage 3 over all of them."""
+    """npuzero: ranks with separate sequences, and stage 3 over all of them."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -97,7 +97,7 @@ def build_train_steps(model: nn.Module, hyper: dict[str, Any]) -> TrainSteps:
 
 
 def torch_tensor_fsdp2(backend: str) -> Build:
-    """parallelize_module over tensor ranks, FSDP2 over data ranks: torch's own, as its tutorial has them."""
+    """torch's parallelize_module over tensor ranks and FSDP2 over data ranks, as in its tutorial."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Replicate
@@ -119,7 +119,7 @@ def torch_tensor_fsdp2(backend: str) -> Build:
         policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh["data"], mp_policy=policy)
-        by_mesh: dict[Any, list[Tensor]] = {}  # norms are not cut; torch computes with tensors of one mesh at a time
+        by_mesh: dict[Any, list[Tensor]] = {}  # norm weights are on another mesh; torch takes one at a time
         for parameter in model.parameters():
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
         groups = list(by_mesh.values())

@@ -1,4 +1,4 @@
-"""A Llama of transformers, unchanged, as the workload of benchmarks in which ranks share a batch."""
+"""An unchanged Llama of transformers as the workload of benchmarks with ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.step.workload import GPTWorkload
 
 @dataclass(frozen=True)
 class LlamaSizes(GPTWorkload):
-    """Sizes of the model and of a step; with these it has 32.0 M parameters."""
+    """Sizes of the model and of a step. The default model has 32.0 M parameters."""
 
     vocabulary: int = 8192
     key_value_heads: int = 4
@@ -23,8 +23,8 @@ class LlamaSizes(GPTWorkload):
     precision: str = "fp32"
 
     def model(self) -> Any:
-        """The model in float32 on the CPU; the same weights in every process."""
-        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, and sizes alone need it not
+        """The model in float32 on the CPU, with the same weights in every process."""
+        from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and not needed for sizes alone
 
         torch.manual_seed(0)
         return LlamaForCausalLM(
@@ -42,6 +42,6 @@ class LlamaSizes(GPTWorkload):
 
 
 def llama_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
+    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given the tokens before it."""
     logits = model(input_ids=tokens[:, :-1]).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

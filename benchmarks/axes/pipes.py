@@ -1,8 +1,8 @@
-"""One rank of a contender whose layers are divided over the stages of a pipeline; options as those of axes.work.
+"""One rank of a contender with pipeline stages; options as in axes.work.
 
-All cut the model behind the same layer, run the same micro-batches in the order of 1F1B, clip by the norm over all
-stages and update with AdamW. Within a stage's ranks parameters are sharded, and gathered once a step: FSDP2 does so
-with ``reshard_after_forward=False``, npuzero where the memory allows it.
+All contenders cut the model after the same layer, run the same micro-batches in 1F1B order, clip by the norm over all
+stages and update with AdamW. Within a stage's ranks parameters are sharded, and all-gathered once per step: FSDP2 does
+so with ``reshard_after_forward=False``, npuzero if memory allows it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.step.work import StepRank
 from benchmarks.step.workload import MAX_NORM
 
 STAGES = 2
-FIRST = "model.embed_tokens"  # of the blocks
+FIRST = "model.embed_tokens"  # the first module after which blocks follow
 
 
 @dataclass(frozen=True)
 class PipelineSizes(LlamaSizes):
-    """Sizes of a step that goes through stages in micro-batches, ``first`` layers in the first of two stages."""
+    """Sizes of a step through two stages in micro-batches; ``first`` layers are in the first stage."""
 
     sequence: int = 32
     batch: int = 8
@@ -39,26 +39,26 @@ class PipelineSizes(LlamaSizes):
 
     @property
     def sent(self) -> Tensor:
-        """What a micro-batch has between the stages."""
+        """A micro-batch's activations between the stages, on meta."""
         shape = (self.batch // self.micro_batches, self.sequence, self.dim)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends to the other stage in a step: activations, or their gradients."""
+        """Bytes that a rank sends to the other stage per step: activations, or their gradients."""
         return self.micro_batches * self.sent.nbytes
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a rank of 1F1B has nothing to do, where both stages take as long."""
+        """The idle share of a 1F1B rank's step if both stages take equally long."""
         return (STAGES - 1) / (self.micro_batches + STAGES - 1)
 
 
 class PipedRank(StepRank):
-    """A rank that says what its stage has sent."""
+    """A rank that reports the bytes sent by its stage."""
 
     def sent(self) -> int:
-        """The bytes between stages that npuzero has counted in the last step."""
+        """The bytes between stages that npuzero counted in the last step."""
         import npuzero
 
         return npuzero.report(self.steps.model).bytes_sent["send"]
@@ -96,12 +96,12 @@ def mean_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def schedule_steps(steps: TrainSteps, loss: Callable[[nn.Module, Tensor], Tensor]) -> TrainSteps:
-    """Steps whose ``loss`` runs all of a schedule, backward too."""
+    """Steps with a ``loss`` that runs the full schedule, including backward."""
     return replace(steps, loss=loss, backward=lambda loss: None)
 
 
 def stage_compute_only() -> Build:
-    """A stage's work alone: forward and backward of each micro-batch, and its update; nothing is sent."""
+    """The compute of a stage without communication: forward and backward of each micro-batch, and the update."""
     begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
 
     def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
@@ -123,7 +123,7 @@ def stage_compute_only() -> Build:
 
 
 def npuzero_pipeline(preset: str, schedule: str = "1f1b") -> Build:
-    """npuzero: a pipeline whose stages are sharded by a preset over data ranks."""
+    """npuzero: a pipeline with stages sharded by a preset over data ranks."""
     import npuzero
 
     def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
@@ -147,7 +147,7 @@ def npuzero_pipeline(preset: str, schedule: str = "1f1b") -> Build:
 
 
 def torch_pipeline(backend: str, shards: bool = True) -> Build:
-    """torch.distributed.pipelining over the stages, and where it ``shards`` FSDP2 over data ranks: torch's own."""
+    """torch.distributed.pipelining over the stages, and if it ``shards``, FSDP2 over data ranks."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

@@ -1,4 +1,4 @@
-"""The picture of a pipeline's step: the schedule as planned over the schedule as it ran, a box for each act."""
+"""The picture of a pipeline step: the planned schedule above the executed one, with a box for each action."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from benchmarks.plot import Axes, Figure, describe_machine, plt  # first: it cho
 from npuzero.cli.output.palette import PAPER, PARTS, STYLE, add_caption, text_colour
 from npuzero.parallel.pipeline_parallel.schedule import PipelineSchedule, ScheduleTimeline, simulate
 
-#: Forward, backward; or of the inputs and of the weights.
+#: Forward, backward; or backward of inputs and of weights.
 COLOURS = {"F": PARTS["parameters"], "B": PARTS["gradients"], "I": PARTS["gradients"], "W": PARTS["activations"]}
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _HEIGHT = 0.8
-_WIDE = 1 / 60  # of the time drawn: a narrower box has no room for its number
+_WIDE = 1 / 60  # of the drawn time: a narrower box has no room for its number
 
 
 def plot_schedule(schedule: PipelineSchedule, ran: ScheduleTimeline, path: Path, facts: Mapping[str, Any]) -> None:
-    """Draw ``schedule`` over what ``ran`` of it, in seconds, into the file ``path``; ``facts`` as of
-    ``draw_timelines``.
-    """
+    """Draw ``schedule`` above its execution ``ran``, in seconds, into ``path``; ``facts``: see ``draw_timelines``."""
     with plt.rc_context(STYLE):
         figure = draw_timelines({"As planned": planned_timeline(schedule, ran), "As it ran": ran}, facts)
         figure.savefig(path, dpi=150)
@@ -31,7 +29,7 @@ def plot_schedule(schedule: PipelineSchedule, ran: ScheduleTimeline, path: Path,
 
 
 def planned_timeline(schedule: PipelineSchedule, ran: ScheduleTimeline) -> ScheduleTimeline:
-    """Return what ``ran`` would have been had each act taken the median of its kind, and nothing else any time."""
+    """Return the timeline of ``ran`` if each action took the median of its kind, and nothing else took time."""
     lengths = {
         kind: median([float(timed.end - timed.begin) for timed in ran.acts if timed.act.kind == kind])
         for kind in {timed.act.kind for timed in ran.acts}
@@ -41,11 +39,11 @@ def planned_timeline(schedule: PipelineSchedule, ran: ScheduleTimeline) -> Sched
 
 
 def draw_timelines(timelines: Mapping[str, ScheduleTimeline], facts: Mapping[str, Any]) -> Figure:
-    """Return the picture: a panel for each of ``timelines``, in seconds on one axis, with a row for each rank.
+    """Draw a panel for each of ``timelines``, in seconds on one axis, with a row for each rank.
 
     Args:
         timelines: by title.
-        facts: ``title`` and ``machine`` of the run, as far as they are known.
+        facts: ``title`` and ``machine`` of the run, if known.
     """
     inches = [0.9 + 0.42 * len(timeline.rows) for timeline in timelines.values()]
     figure, panels = plt.subplots(

@@ -1,4 +1,4 @@
-"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as those of benchmarks.step.work."""
+"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as in benchmarks.step.work."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The ops on a GPU, held against their goals. From the repository's root, or installed::
+"""The ops on a GPU, compared with their goals. From the repository's root, or installed::
 
     python -m benchmarks.cuda --out runs/cuda/ops.json
 
-Benchmarks of `npuzero bench ops` and some beside them, at sizes where a launch takes milliseconds. Shares are of a
-device-to-device copy (``copy_`` between tensors alike, which is a cudaMemcpyAsync) in the same rounds.
+Benchmarks of `npuzero bench ops` and further ones, at sizes with launches of milliseconds. Shares are relative to a
+device-to-device copy (``copy_`` between equal tensors, which is a cudaMemcpyAsync) in the same rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from npuzero.ops.reference import quantize as quantize_reference
 
 COPY, CAT = "copy", "torch.cat, mul_, copy_"
 ELEMENTS = 2**29
-MOST = 2**24  # elements that a reference, which takes many bytes for each, is asked for at a time
+MOST = 2**24  # elements per call of a reference, which takes many bytes for each
 PIECES = 64  # ranks that a thin wire's messages are for
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -73,7 +73,7 @@ def cuda_adam_mixed(setting: BenchmarkSetting) -> Benchmark:
 
 
 def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
-    """1,000 fp32 tensors to one bf16 buffer, scaled; each of a multiple of so many elements, by chance."""
+    """1,000 fp32 tensors to one bf16 buffer, scaled; random sizes that are multiples of ``multiple``."""
     generator = torch.Generator().manual_seed(1)
     mean = max(2, setting.elements // 2000 // multiple)
     counts = torch.randint(1, 2 * mean, (1000,), generator=generator).mul_(multiple).tolist()
@@ -81,7 +81,7 @@ def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
     offsets, n = [0, *ends[:-1]], ends[-1]
     tensors = [setting.random(count) for count in counts]
     wire, joined = (torch.zeros(n, dtype=torch.bfloat16, device=setting.device) for _ in range(2))
-    scale = 0.125  # a power of two: torch's two roundings are one then
+    scale = 0.125  # a power of two: torch's second rounding is then exact
 
     def own() -> None:
         ops.pack(tensors, offsets, wire, scale=scale)
@@ -108,7 +108,7 @@ def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
 
 
 def cuda_pack_unaligned(setting: BenchmarkSetting) -> Benchmark:
-    """The same where hardly a tensor's place in the buffer is one that accesses of several elements reach."""
+    """The same with offsets in the buffer that are mostly unaligned for accesses of several elements."""
     return cuda_pack_1000(setting, multiple=1)
 
 
@@ -150,7 +150,7 @@ def cuda_norm_bf16(setting: BenchmarkSetting) -> Benchmark:
 
 
 def cuda_quantize(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, with_residual: bool = False) -> Benchmark:
-    """A buffer to messages for all ranks."""
+    """Quantize a buffer to messages for all ranks."""
     n = _round_down_to_blocks(setting.elements)
     source = setting.random(n, dtype=dtype)
     messages = _allocate_messages(n, bits, setting)
@@ -161,7 +161,7 @@ def cuda_quantize(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, with
 
     def check() -> str:
         own()
-        own()  # the residual is not zero now
+        own()  # the residual is not zero here
         want = torch.zeros_like(messages[0])
         for piece, values in zip(messages, source.view(PIECES, -1), strict=True):
             left = torch.zeros(len(values), device=setting.device) if with_residual else None
@@ -177,7 +177,7 @@ def cuda_quantize(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, with
 
 
 def cuda_dequantize_sum(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, ranks: int) -> Benchmark:
-    """What so many ranks sent, added up."""
+    """The sum of the messages of ``ranks`` ranks."""
     n = _round_down_to_blocks(setting.elements)
     values = setting.random(n)
     messages = torch.stack([_allocate_messages(n, bits, setting) for _ in range(ranks)])
@@ -203,12 +203,12 @@ def cuda_dequantize_sum(setting: BenchmarkSetting, bits: int, dtype: torch.dtype
 
 
 def _round_down_to_blocks(elements: int) -> int:
-    """So many elements that every piece has whole blocks, of 256 as of 128."""
+    """The number of elements rounded down so that every piece has full blocks of 256 and of 128."""
     return max(1, elements // (PIECES * 256)) * PIECES * 256
 
 
 def _allocate_messages(n: int, bits: int, setting: BenchmarkSetting) -> torch.Tensor:
-    """Room for the messages of n elements, one a row."""
+    """Memory for the messages of n elements, one per row."""
     return torch.zeros(PIECES, _native.message_bytes(n // PIECES, bits), dtype=torch.uint8, device=setting.device)
 
 
@@ -221,7 +221,7 @@ def _copy_only_benchmark(
     n: int,
     check: Callable[[], str],
 ) -> Benchmark:
-    """Held against a copy alone; so many bytes are moved for n elements."""
+    """A benchmark against a copy only; ``moved`` bytes for n elements."""
     contenders = [setting.contender(OWN, own, 1, moved), *setting.probes(COPY)]
     return Benchmark(name, title, contenders, COPY, check, {"elements": n})
 
@@ -255,7 +255,7 @@ BENCHMARKS: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class BandwidthGoal:
-    """What a benchmark of this name shall reach: a share of the copy's bytes a second, or times as fast as another."""
+    """The goal of a benchmark: a share of the copy's bytes per second, or a speedup over another contender."""
 
     benchmark: str
     least: float
@@ -287,7 +287,7 @@ GOALS = (
 
 
 def measure_benchmarks(setting: BenchmarkSetting, names: list[str], effort: Effort) -> Iterator[Result]:
-    """The results of the benchmarks named; each is dropped before the next is made."""
+    """The results of the named benchmarks; each is dropped before the next is built."""
     for name in names:
         yield run_benchmark(BENCHMARKS[name](setting), effort)
         if setting.device.type != "cpu":
@@ -295,7 +295,7 @@ def measure_benchmarks(setting: BenchmarkSetting, names: list[str], effort: Effo
 
 
 def format_goals(record: Record) -> str:
-    """What was reached of each goal whose benchmark was measured, as a table."""
+    """A table of the results for each goal with a measured benchmark."""
     results = {result.name: result for result in record.results}
     rows = []
     for goal in GOALS:

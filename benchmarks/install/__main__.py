@@ -3,9 +3,9 @@
     python -m benchmarks.install --out runs/bench/install.json
     python -m benchmarks.install --deepspeed PYTHON      # and DeepSpeed's CPU Adam, which is compiled at first use
 
-``pip install .`` runs as a user's would, in a fresh virtual environment that sees this one's torch; its time holds what
-pip downloads to build with. ``pip wheel`` without build isolation is the build alone. Both are done once; what they
-leave must run before a figure is written.
+``pip install .`` runs as for a user, in a new virtual environment that sees this one's torch; its time includes the
+downloads of build dependencies. ``pip wheel`` without build isolation times the build alone. Both run once; the
+installed package must work before a figure is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ assert parameter.mean() < 1
 
 
 def run_command(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    """What the command wrote to stdout.
+    """Run a command and return its stdout.
 
     Raises:
         BenchmarkError: it failed, or took too long.
@@ -63,14 +63,14 @@ def run_command(command: Sequence[str], variables: Mapping[str, str] | None = No
 
 
 def time_command(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
-    """How long the command takes."""
+    """The seconds that a command takes."""
     begin = time.perf_counter()
     run_command(command, variables, cwd)
     return time.perf_counter() - begin
 
 
 def make_environment(folder: Path) -> str:
-    """A fresh virtual environment that sees the packages of this one; its Python."""
+    """Create a virtual environment that sees the packages of this one; return its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     seen = Path(run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
@@ -113,7 +113,7 @@ def time_install(scratch: Path, deepspeed: str | None) -> Benchmark:
 
 
 def time_imports() -> Benchmark:
-    """A fresh process that imports npuzero, and one that imports torch alone, which npuzero needs."""
+    """New processes that import npuzero, and only torch, which npuzero needs."""
     programs = {"import torch": "import torch", "import npuzero": "import npuzero"}
     contenders = [
         Contender(name, lambda count, program=program: time_command([sys.executable, "-c", program], cwd=ROOT))  # type: ignore[misc]

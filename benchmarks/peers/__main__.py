@@ -5,9 +5,9 @@
     python -m benchmarks.peers --contenders zero2,ddp,deepspeed-2 --rounds 3
     python -m benchmarks.peers --install-only
 
-The first run makes a virtual environment for each kind of peer in build/peers (minutes, some 2 GB). Where the plain
+The first run creates a virtual environment for each kind of peer in build/peers (minutes, some 2 GB). If the plain
 package index serves CUDA builds of torch, name the index of CPU builds: ``--pip "--index-url URL"``. A peer that cannot
-be installed, does not start or learns something else is listed with the reason, in the table and in the record.
+be installed, does not start or has different losses is listed with the reason, in the table and in the record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def peer_entry(name: str) -> ComparisonEntry:
 
 
 def environment_of(name: str) -> PeerEnvironment:
-    """Where a peer lives."""
+    """The environment of a peer."""
     return DEEPSPEED if name.startswith("deepspeed") else TORCH
 
 
@@ -57,6 +57,7 @@ def main() -> None:
     peers = [name for name in options.contenders if name in contenders.CONTENDERS]
     missing: dict[str, str] = {}
     made: dict[str, Any] = {}
+    # An environment that cannot be created removes all of its peers, not the run.
     for environment in dict.fromkeys(map(environment_of, peers)):
         try:
             made[environment.name] = environment.ensure(options.pip)

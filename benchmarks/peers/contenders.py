@@ -1,7 +1,7 @@
-"""The peers, each used as its documents say, on the workload of benchmarks.step; the entries are as its contenders are.
+"""The peers, each used as documented, on the workload of benchmarks.step; entries have the form of its contenders.
 
-In bf16: ``torch_ddp`` has bfloat16 parameters and traffic, and torch's fused AdamW on float32 masters, as npuzero has;
-``ddp-autocast`` and ``zero-redundancy`` have float32 parameters under autocast, as people use them. FSDP2 computes and
+In bf16: ``torch_ddp`` has bfloat16 parameters and communication, and torch's fused AdamW on float32 masters, as npuzero
+has; ``ddp-autocast`` and ``zero-redundancy`` have float32 parameters under autocast, as is usual. FSDP2 computes and
 sends bfloat16 and keeps float32 shards. DeepSpeed runs its bf16 engine with its CPU Adam. Clipping is each peer's own.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.step.workload import MAX_NORM, GPTWorkload
 
 
 def join_ranks(backend: str) -> None:
-    """Meets the other ranks; ``"shm"`` is npuzero's backend."""
+    """Join the process group; ``"shm"`` is npuzero's backend."""
     if backend == "shm":
         import npuzero  # noqa: F401  registers it
     dist.init_process_group(backend)
@@ -74,7 +74,7 @@ def torch_fsdp2(backend: str, reshard: bool) -> Build:
 
 
 def deepspeed_zero(zero: dict[str, Any], **further: Any) -> Build:
-    """DeepSpeed's engine; ``zero`` is ``zero_optimization`` of its configuration, which ``further`` adds to."""
+    """DeepSpeed's engine; ``zero`` is ``zero_optimization`` of its configuration, and ``further`` adds other keys."""
     import deepspeed as library
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -1,6 +1,6 @@
-"""A virtual environment for each kind of peer, in build/peers; one that is there is used again.
+"""A virtual environment for each kind of peer, in build/peers; an existing one is reused.
 
-What a peer compiles at first use is compiled as its environment is made, and the seconds that takes are kept.
+Code that a peer compiles at first use is compiled when its environment is created, and the seconds are recorded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FOLDER = ROOT / "build" / "peers"
 
 
 class NotInstalled(Exception):
-    """An environment could not be made; the message says why."""
+    """An environment could not be created; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class PeerEnvironment:
-    """An environment.
+    """A virtual environment.
 
     Attributes:
-        installs: arguments of ``pip install``, a call after the other.
-        first_use: a program that lets it compile what it does not bring along.
+        installs: arguments of consecutive ``pip install`` calls.
+        first_use: a program that triggers compilation at first use.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PeerEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What its processes need in their environment; what they compile stays in the folder."""
+        """The environment variables of its processes; compiled files stay in the folder."""
         return {
             "PATH": os.pathsep.join((str(self.python.parent), os.environ["PATH"])),
             "DS_ACCELERATOR": "cpu",
@@ -56,13 +56,13 @@ class PeerEnvironment:
         }
 
     def ensure(self, pip: Sequence[str] = ()) -> dict[str, Any]:
-        """Makes it, unless it is there as it should be; what was installed, and the seconds it took.
+        """Create it unless it exists with the same contents; return the installed packages and the seconds taken.
 
         Args:
             pip: further arguments of every ``pip install``, such as ``--index-url`` of the CPU builds of torch.
 
         Raises:
-            NotInstalled: it could not be made.
+            NotInstalled: it could not be created.
         """
         stamp = self.folder / "made.json"
         wanted = {"installs": [list(packages) for packages in self.installs], "first_use": self.first_use}
@@ -84,7 +84,7 @@ class PeerEnvironment:
         return made
 
     def run(self, *arguments: str) -> None:
-        """Runs its Python to the end; raises NotInstalled with its last words where that fails."""
+        """Run its Python to the end; raise NotInstalled with the last line of output if that fails."""
         command = [self.python, *arguments]
         try:
             subprocess.run(
@@ -98,7 +98,7 @@ class PeerEnvironment:
 _TORCH = ("torch==2.13.0", "numpy")
 
 TORCH = PeerEnvironment("torch", (_TORCH,))
-#: It imports torch as it is built.
+#: Its build imports torch.
 DEEPSPEED = PeerEnvironment(
     "deepspeed",
     ((*_TORCH, "setuptools", "wheel", "ninja"), ("--no-build-isolation", "deepspeed==0.19.8")),

@@ -1,11 +1,11 @@
-"""DeepSpeed's kernels beside npuzero's and torch's. From the repository's root, or installed:
+"""DeepSpeed's kernels compared with npuzero's and torch's. From the repository's root, or installed:
 
     python -m benchmarks.peers.kernels --out build/deepspeed.json        # about two minutes on two cores
 
 The mixed step of ``npuzero bench ops`` with DeepSpeed's CPU Adam as a further contender, and the all_reduce of
 ``npuzero bench comm`` with DeepSpeed's in shared memory. All contenders run in the same processes, in DeepSpeed's
-environment, which is made as for benchmarks.peers (see there for ``--pip``); what DeepSpeed compiles is compiled before
-anything is measured. What cannot be installed, built or loaded is missing, with the reason in the record.
+environment, which is created as for benchmarks.peers (see there for ``--pip``); DeepSpeed's kernels are compiled before
+any measurement. Parts that cannot be installed, built or loaded are missing, with the reason in the record.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ T = TypeVar("T")
 
 
 def load_peer(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """What ``load`` returns, by ``name``; or, by ``name``, why there is nothing."""
+    """The result of ``load`` by ``name``; or the reason for its failure, by ``name``."""
     try:
         return {name: load()}, {}
-    except Exception as error:  # of a build there may be any
+    except Exception as error:  # a build may raise anything
         return {}, {name: f"{type(error).__name__}: {error}"}
 
 
 def deepspeed_cpu_adam() -> MakeAdam:
-    """Makes DeepSpeed's optimizer as ``torch_adam`` makes torch's."""
+    """Make DeepSpeed's optimizer as ``torch_adam`` makes torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return torch_adam_factory(DeepSpeedCPUAdam, adamw_mode=True)
@@ -65,11 +65,11 @@ def deepspeed_cpu_adam() -> MakeAdam:
 def deepspeed_shared_memory(rank: int, size: int) -> collectives.Call:
     """DeepSpeed's all_reduce in shared memory, as its communication backend calls it.
 
-    Its files would outlive the run: they lose their names once every rank has them.
+    Its files would outlive the run: they are unlinked once every rank has opened them.
     """
     from deepspeed.ops.op_builder import ShareMemCommBuilder
 
-    os.environ["LOCAL_SIZE"] = str(size)  # how it knows that all ranks are on this host
+    os.environ["LOCAL_SIZE"] = str(size)  # tells it that all ranks are on this host
     ShareMemCommBuilder().load().initialize(size, rank)
     dist.barrier()
     words = ("deepspeed_allreduce_buffer", os.getuid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank)
@@ -103,12 +103,12 @@ class AllReduceWork(collectives.CommBenchmarkRank):
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> MixedStepWork | AllReduceWork:
-    """For npuzero.bench.worker."""
+    """Make the work for npuzero.bench.worker."""
     return MixedStepWork() if size == 1 else AllReduceWork(rank, size)
 
 
 def peer_results(python: str, quick: bool) -> Iterator[Result]:
-    """Measures everything in processes of ``python``; two threads, or two ranks of one."""
+    """Measure everything in processes of ``python``: one with all cores, and two ranks."""
     variables = DEEPSPEED.variables | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     worker = python_worker("benchmarks.peers.kernels", python)
     cores = len(os.sched_getaffinity(0))

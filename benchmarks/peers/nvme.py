@@ -1,22 +1,23 @@
-"""Training with optimizer states on a disk: npuzero beside DeepSpeed's NVMe offload and memory-mapped states.
+"""Training with optimizer states on a disk: npuzero, DeepSpeed's NVMe offload, and memory-mapped states.
 
     python -m benchmarks.peers.nvme --folder /mnt/disk --tune --out build/deepspeed-nvme.json       # about 5 minutes
     python -m benchmarks.peers.nvme --folder /mnt/disk --tuned build/deepspeed-nvme.json --out build/nvme-bf16.json
     python -m benchmarks.peers.nvme --folder /mnt/disk --contenders npuzero-blocking,mapped --precision fp32
 
-All contenders train one workload in bf16 with float32 masters (or in float32), on one disk, which one of them uses at a
-time: first each must learn what plain torch learns, then two things are measured in rounds, the update alone, to the
-end of its writes, and whole steps, in which npuzero's runs beside the next forward. DeepSpeed's settings are tuned
-first, one kind after the other (``--tune`` does no more than that, ``--tuned`` takes what it wrote); the quickest take
+All contenders train one workload in bf16 with float32 masters (or in float32), on one disk, used by one of them at a
+time. Each must first reproduce plain torch's losses. Two times are then measured in rounds: the update alone, to the
+end of its writes, and full steps, in which npuzero's update overlaps with the next forward. DeepSpeed's settings are
+tuned first, one kind after another (``--tune`` does only that, ``--tuned`` reads its file); the fastest settings take
 part, and all are in the record.
 
 DeepSpeed compiles its aio at first use, which needs libaio's headers (Debian: ``apt-get install libaio-dev``). Its
-environment is that of benchmarks.peers (see there for ``--pip``). What cannot take part is missing, with the reason.
+environment is that of benchmarks.peers (see there for ``--pip``). Contenders that cannot run are listed as missing,
+with the reason.
 
-The page cache takes no part: npuzero and DeepSpeed go past it (O_DIRECT), and mapped states are in a control group that
-may hold what npuzero's process holds at the most, a twentieth more, cache included; where none can be made they are
-written and dropped with each block's update alone (``mapped-dropped``). The record has the bytes that came from the
-disk and went there in a step of each, as the system counts them.
+The page cache is excluded: npuzero and DeepSpeed bypass it (O_DIRECT). Mapped states are in a control group limited to
+1.05 of the peak of npuzero's process, cache included; if none can be created, only ``mapped-dropped`` runs, which
+writes and drops each block's pages after its update. The record contains each contender's bytes read from and written
+to the disk per step, as counted by the system.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from npuzero.errors import BenchmarkError
 
 SUITE = "nvme"
 MAPPED = ("mapped", "mapped-dropped")
-#: What mapped states may hold, over what npuzero does.
+#: Memory limit of mapped states, relative to npuzero's peak.
 BEYOND = 1.05
 _MIB = 2**20
 
-#: What is tried of DeepSpeed, by kind; each kind's first ones stand until another is quicker.
+#: DeepSpeed's settings to try, by kind; the first of each kind is kept until another is faster.
 _AIO = {"single_submit": False, "overlap_events": True}
 _CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "aio": (
@@ -65,18 +66,18 @@ _CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"block_size": _MIB, "queue_depth": 32, "intra_op_parallelism": 4, **_AIO},
         {"block_size": _MIB, "queue_depth": 8, "intra_op_parallelism": 1, **_AIO},
     ),
-    # Three states of a sub-group are read, updated and written at a time, each in buffers of its own.
+    # Three states of a sub-group are read, updated and written at a time, each in separate buffers.
     "offload_optimizer": (
         {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
         {"buffer_count": 4},
     ),
-    # Each in memory at once; the default would be all there are.
+    # A sub-group is in memory at once; the default would be all parameters.
     "sub_group": ({"sub_group_size": 10**7}, {"sub_group_size": 4 * 10**7}),
 }
 
 
 def tune_deepspeed(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings with which an update is the quickest, kind by kind; what each took, or why it did not run."""
+    """The settings with the fastest update, tuned kind by kind; and the time of each, or why it failed."""
     chosen = {kind: choices[0] for kind, choices in _CHOICES.items()}
     tried: list[dict[str, Any]] = []
 
@@ -112,7 +113,7 @@ def nvme_entry(
 
 
 def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) -> float:
-    """The least of a few updates."""
+    """The minimum of three updates."""
     comparison = ContenderTeams([nvme_entry("deepspeed", options.folder, settings)], options, {})
     with ExitStack() as stack:
         comparison.start(stack)
@@ -122,7 +123,7 @@ def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) ->
 
 
 def load_or_tune(options: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's settings and what was tried, found before or now."""
+    """DeepSpeed's settings and all trials, from a file or tuned now."""
     if options.tuned is not None:
         return dict(json.loads(options.tuned.read_text()))
     settings, tried = tune_deepspeed(partial(deepspeed_update_s, options))
@@ -130,7 +131,7 @@ def load_or_tune(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_updates(comparison: ContenderTeams, options: argparse.Namespace, checked: str, name: str) -> Result:
-    """Times the updates alone, of contenders that wait for their own."""
+    """Time the updates alone, of contenders that wait for theirs."""
     waiting = {who: team for who, team in comparison.teams.items() if f"{who}-blocking" not in comparison.teams}
     del waiting[COMPUTE.name]
     contenders = [Contender(who, partial(_time_updates, team)) for who, team in waiting.items()]
@@ -146,7 +147,7 @@ def _time_updates(team: Team, count: int) -> float:
 
 
 def format_updates(updates: Result, steps: Result) -> str:
-    """For people: seconds of updates, and times the first contender's; bytes that a step took of the disk."""
+    """Seconds of updates, multiples of the first contender's, and disk bytes per step, for people."""
     lines = []
     for name, seconds in updates.seconds.items():
         slow, disk = updates.slowdown(name), steps.values[name]["disk_bytes"]
@@ -158,7 +159,7 @@ def format_updates(updates: Result, steps: Result) -> str:
 def build_entries(
     options: argparse.Namespace, stack: ExitStack
 ) -> tuple[list[ComparisonEntry], dict[str, str], dict[str, Any]]:
-    """The entries, mapped ones in groups that last as long as ``stack``; what is missing and why; facts to record."""
+    """The entries, mapped ones in control groups that last as long as ``stack``; missing ones with reasons; facts."""
     missing: dict[str, str] = {}
     facts: dict[str, Any] = {}
     entries = [COMPUTE]
@@ -181,7 +182,7 @@ def build_entries(
 
 
 def cap_mapped_memory(entries: Sequence[ComparisonEntry], teams: Mapping[str, Team]) -> int | None:
-    """Hold mapped states to a little more than npuzero holds, and return that; None without either."""
+    """Limit mapped states to slightly more than npuzero's peak, and return the limit; None without either."""
     groups = [entry.group for entry in entries if entry.group is not None and entry.name in teams]
     if not groups or "npuzero-blocking" not in teams:
         return None
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(options.contenders) - set(known)
     if unknown:
         parser.error(f"no such contenders: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if options.precision == "fp32":  # the others are precisions of bf16
+    if options.precision == "fp32":  # these are precisions of bf16
         options.contenders = [name for name in options.contenders if "8bit" not in name and "split" not in name]
     if options.ranks > 1:  # each rank would train for itself
         options.contenders = [name for name in options.contenders if name not in MAPPED]

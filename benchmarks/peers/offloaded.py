@@ -1,8 +1,8 @@
-"""Contenders whose optimizer states rest on a disk, each used as its documents say, on the workload of benchmarks.step.
+"""Contenders with optimizer states on a disk, each used as documented, on the workload of benchmarks.step.
 
-The folder is the first of NPUZERO_NVME_PATHS, the same for all. The update of each goes to the disk's end: what was
-changed of a map is written; npuzero has an entry that waits for its own, ``-blocking``. npuzero and DeepSpeed go past
-the page cache. What of a map is in memory is the kernel's choice, within a cap, or nothing after a block's update.
+The folder is the first of NPUZERO_NVME_PATHS, the same for all. Every update ends on the disk: modified pages of a map
+are written; npuzero has entries that wait for their update, ``-blocking``. npuzero and DeepSpeed bypass the page cache.
+The kernel decides which pages of a map stay in memory, within a cap, or all are dropped after a block's update.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from benchmarks.peers.contenders import deepspeed_zero
 from benchmarks.step.contenders import Build, TrainSteps
 from benchmarks.step.workload import MAX_NORM, GPTWorkload
 
-_WRITE_AND_WAIT = 7  # of sync_file_range(2): for what is under way, for all of it, and for its end
+_WRITE_AND_WAIT = 7  # of sync_file_range(2): wait for running writes, write all pages, wait for their end
 #: DeepSpeed's settings of a run, as JSON; see nvme.py.
 TUNING = "NVME_BENCHMARK_DEEPSPEED"
 
 
 def nvme_folder() -> Path:
-    """Where all of them keep their states."""
+    """The folder of all contenders' states."""
     return Path(os.environ["NPUZERO_NVME_PATHS"].split(os.pathsep)[0])
 
 
 def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
-    """npuzero's stage 3 with states on NVMe; ``storage`` is what follows in the precision's name."""
+    """npuzero's stage 3 with states on NVMe; ``storage`` is the suffix of the precision's name."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -64,7 +64,7 @@ def deepspeed_nvme() -> Build:
 
 
 class MappedMemory:
-    """float32 memory that is a file's; the file has no name, and goes with it."""
+    """float32 memory mapped from an unnamed file, which is deleted with it."""
 
     def __init__(self, numel: int) -> None:
         with TemporaryFile(dir=nvme_folder()) as file:
@@ -75,20 +75,20 @@ class MappedMemory:
         self.tensor = torch.frombuffer(self._map, dtype=torch.float32)
 
     def write(self) -> None:
-        """Write what was changed to the disk; nothing is said of its own cache, as nobody's files are synchronised."""
+        """Write modified pages to the disk, without flushing the disk's cache: no contender does that."""
         if ctypes.CDLL(None, use_errno=True).sync_file_range(self._file, *map(ctypes.c_int64, (0, 0)), _WRITE_AND_WAIT):
             raise OSError(ctypes.get_errno(), "sync_file_range")
 
     def forget(self) -> None:
-        """Leave no page in memory of what is written."""
+        """Drop written pages from memory."""
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def mapped_adamw(forget: bool = False) -> Build:
-    """torch's fused AdamW over masters and moments in memory-mapped files, a block of the model after the other.
+    """torch's fused AdamW over masters and moments in memory-mapped files, one block of the model after another.
 
-    ``forget``: a block's pages are written and dropped with its update; else the kernel says which are in memory.
+    ``forget``: a block's pages are written and dropped after its update; else the kernel decides which stay in memory.
     """
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -119,7 +119,7 @@ def _parameters_by_block(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class MappedAdamW:
-    """Updates some parameters from mapped states."""
+    """Update some parameters from mapped states."""
 
     def __init__(self, parameters: list[nn.Parameter], hyper: dict[str, Any]) -> None:
         self._parameters = parameters
@@ -136,7 +136,7 @@ class MappedAdamW:
         self.write(forget=True)
 
     def step(self, scale: Tensor) -> None:
-        """Update by the parameters' gradients times ``scale``; clear them."""
+        """Update with the parameters' gradients times ``scale``, and clear them."""
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float() * scale
@@ -147,7 +147,7 @@ class MappedAdamW:
             torch._foreach_copy_(self._parameters, self._masters)
 
     def write(self, *, forget: bool = False) -> None:
-        """Write what was changed to the disk."""
+        """Write modified pages to the disk."""
         for states in self._maps:
             states.write()
             if forget:

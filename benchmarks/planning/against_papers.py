@@ -1,9 +1,9 @@
-"""Hold the planner's clock against published runs, as it comes and calibrated on one row::
+"""Compare the planner's clock with published runs, uncalibrated and calibrated on one row::
 
     python -m benchmarks.planning.against_papers
     python -m benchmarks.planning.against_papers --json > benchmarks/results/published.json
 
-Rows that are not judged, and why, are listed behind the others.
+Rows that are not judged are listed last, with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.planning.published import PublishedTable, count_ordered_pairs
 
-#: On which row of each table one constant is calibrated: the part of their peak that devices sustain.
+#: The row of each table that calibrates one constant: the sustained part of the devices' peak.
 CALIBRATION = {"internevo": "tp=1 zero1=8, 8", "narayanan2021": "18.4B"}
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare_table(table: PublishedTable, calibration: str) -> dict[str, Any]:
-    """Return a table's rows beside what the clock says of them, and how far apart they are."""
+    """Return a table's rows with the clock's predictions, and their errors."""
     calibrated = table.calibrated(calibration)
     rows = [
         {"row": row.name, "published": row.published, "clock": round(table.predict(row), 1), "doubt": row.doubt}

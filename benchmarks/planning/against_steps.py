@@ -1,12 +1,11 @@
-"""Steps of npuzero on this machine beside what the planner says of them. From the repository's root, or installed:
+"""Steps of npuzero on this machine compared with the planner's predictions. From the repository's root, or installed:
 
-    python -m benchmarks.planning.against_steps --out benchmarks/results/planned-cpu.json      # 2 ranks, batch 1 and 4;
-    5 minutes python -m benchmarks.planning.against_steps --precision fp32
-    python -m benchmarks.planning.against_steps --quick                                        # that it works, not how
-    near it comes
+    python -m benchmarks.planning.against_steps --out benchmarks/results/planned-cpu.json   # 2 ranks, batch 1 and 4
+    python -m benchmarks.planning.against_steps --precision fp32                            # about 5 minutes each
+    python -m benchmarks.planning.against_steps --quick                                     # a smoke run
 
-The probes of `npuzero bench cluster` take turns with the steps, in the same rounds: a machine that changes its speed
-does so for both. Of their medians comes the cluster, of that the planner's step. No step is looked at for it.
+The probes of `npuzero bench cluster` and the steps take turns in the same rounds, so that speed changes of the machine
+affect both. The probes' medians define the cluster, and the cluster the planner's step. No step's time is used for it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SUITE, PROBES = "planned", "planned/probes"
 
 
 def gpt_model_shape(sizes: GPTWorkload) -> ModelShape:
-    """Return the benchmarks' GPT as the planner takes it."""
+    """Return the benchmarks' GPT as the planner's ModelShape."""
     with torch.device("meta"):
         model = sizes.model()
     names = ["", *(f"blocks.{i}" for i in range(sizes.layers))]
@@ -72,7 +71,7 @@ def planned_benchmark_name(sizes: GPTWorkload) -> str:
 def start_planned_teams(
     sizes: Sequence[GPTWorkload], options: argparse.Namespace, stack: ExitStack
 ) -> dict[tuple[str, str], Team]:
-    """Start the ranks of each preset at each size, by name and preset, and check that they learn alike."""
+    """Start the ranks of each preset at each size, by name and preset, and check that their losses agree."""
     found: dict[tuple[str, str], Team] = {}
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     for each in sizes:
@@ -99,7 +98,7 @@ def start_planned_teams(
 
 
 def measure_planned(sizes: Sequence[GPTWorkload], options: argparse.Namespace) -> tuple[Result, Mapping[str, Any]]:
-    """Time probes and steps in the same rounds; return what all of them took, and of what machine."""
+    """Time probes and steps in the same rounds; return their times and the machine's description."""
     with ExitStack() as stack:
         started = start_planned_teams(sizes, options, stack)
         probes = stack.enter_context(open_probe_crew(torch.device("cpu"), options.quick))
@@ -114,7 +113,7 @@ def measure_planned(sizes: Sequence[GPTWorkload], options: argparse.Namespace) -
 def planned_results(
     sizes: Sequence[GPTWorkload], presets: Sequence[str], whole: Result, place: Mapping[str, Any]
 ) -> list[Result]:
-    """Return the probes with the cluster that follows from them, and for each size the steps with what was planned."""
+    """Return the probes with the cluster derived from them, and for each size the steps with their predictions."""
     names = [f"{planned_benchmark_name(each)} {preset}" for each in sizes for preset in presets]
     probes = [name for name in whole.seconds if name not in names]
     source = describe_measurement(torch.device("cpu"))
@@ -141,7 +140,7 @@ def planned_results(
 def _select_contenders(
     whole: Result, name: str, names: Mapping[str, str], baseline: str, title: str, parameters: Mapping[str, Any]
 ) -> Result:
-    """Return the contenders ``names`` of a result, by their new names, as one of its own."""
+    """Return the contenders ``names`` of a result, renamed, as a separate result."""
     seconds, calls, nbytes, values = (
         {new: table[old] for old, new in names.items()}
         for table in (whole.seconds, whole.calls, whole.nbytes, whole.values)
@@ -161,7 +160,7 @@ def _select_contenders(
 
 
 def planned_errors(result: Result) -> dict[str, float]:
-    """Return by contender how far the planned seconds are from the measured, as a part of these."""
+    """Return the relative error of the planned seconds, by contender."""
     return {
         name: values["planned_s"] / statistics.median(result.seconds[name]) - 1
         for name, values in result.values.items()
@@ -170,7 +169,7 @@ def planned_errors(result: Result) -> dict[str, float]:
 
 
 def planned_table(found: Sequence[Result]) -> str:
-    """For people."""
+    """The comparison as a table, for people."""
     lines = [f"{'':34}{'planned':>10} {'measured':>10} {'MAD':>6} {'apart':>7}   planned: of what"]
     for result in found:
         for name, apart in planned_errors(result).items():

@@ -1,14 +1,14 @@
-"""How much bandwidth training needs: efficiency by arithmetic intensity (ZeRO-Infinity, arXiv:2104.07857, section 4).
+"""The bandwidth that training needs: efficiency by arithmetic intensity (ZeRO-Infinity, arXiv:2104.07857, section 4).
 
-Where nothing is hidden behind compute, an iteration takes what its FLOPs take and what its bytes take::
+Without overlap, an iteration takes the time of its FLOPs plus that of its bytes::
 
     efficiency = ait * bandwidth / (ait * bandwidth + peak)
 
-with ait, the arithmetic intensity, the FLOPs that a byte of one kind of state is moved for, and peak the FLOPs a second
-that the device reaches when it waits for nothing (the paper takes 70e12 of a V100).
+with ait, the arithmetic intensity, the FLOPs per byte moved of one kind of state, and peak the FLOP/s that the device
+reaches without waiting (the paper assumes 70e12 for a V100).
 
-The paper says that optimizer states need 1.5 TB/s for an efficiency of 90 % with a batch of two sequences of 1,024 a
-device. By its own formula it is 1.23 TB/s: :func:`bandwidth_for` of 0.9, ``state_intensity(1024, 2)`` and 70e12.
+According to the paper, optimizer states need 1.5 TB/s for an efficiency of 90 % with a batch of two sequences of 1,024
+per device. By its own formula it is 1.23 TB/s: :func:`bandwidth_for` of 0.9, ``state_intensity(1024, 2)`` and 70e12.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from npuzero.errors import ConfigError
 
 
 def parameter_intensity(sequence: int, batch: int) -> float:
-    """Return the FLOPs a byte of parameters and gradients: they go through three times and once.
+    """Return the FLOPs per byte of parameters (moved three times) and gradients (moved once).
 
-    An iteration with recomputation has 8 FLOPs for each parameter and token, and moves 4 * 2 bytes a parameter:
-    sequence * batch.
+    An iteration with recomputation has 8 FLOPs per parameter and token, and moves 4 * 2 bytes per parameter: sequence *
+    batch.
 
     Args:
         sequence, batch: tokens of a sequence, and sequences of a device.
@@ -29,26 +29,28 @@ def parameter_intensity(sequence: int, batch: int) -> float:
 
 
 def state_intensity(sequence: int, batch: int) -> float:
-    """Return the FLOPs a byte of optimizer states, of which 16 bytes a parameter are read and written once an
-    iteration: sequence * batch / 4.
+    """Return the FLOPs per byte of optimizer states: sequence * batch / 4.
+
+    16 bytes per parameter are read and written once per iteration.
     """
     return sequence * batch / 4
 
 
 def checkpoint_intensity(hidden: int, interval: int = 1) -> float:
-    """Return the FLOPs a byte of activation checkpoints, one for ``interval`` blocks, which go out and come back:
-    24 * hidden * interval.
+    """Return the FLOPs per byte of activation checkpoints: 24 * hidden * interval.
+
+    One checkpoint per ``interval`` blocks is written and read back.
     """
     return 24.0 * hidden * interval
 
 
 def efficiency(intensity: float, bytes_per_s: float, flops_per_s: float) -> float:
-    """Return the part of ``flops_per_s`` that is left where bytes of an intensity come at ``bytes_per_s``.
+    """Return the fraction of ``flops_per_s`` that remains if bytes of an intensity arrive at ``bytes_per_s``.
 
     Source: ZeRO-Infinity, section 4.1.
 
     Raises:
-        ConfigError: a number that is not above 0.
+        ConfigError: a number is not above 0.
 
     Example::
 
@@ -62,10 +64,10 @@ def efficiency(intensity: float, bytes_per_s: float, flops_per_s: float) -> floa
 
 
 def bandwidth_for(wanted: float, intensity: float, flops_per_s: float) -> float:
-    """Return the bytes a second that an efficiency of ``wanted`` needs: the inverse of :func:`efficiency`.
+    """Return the bytes per second that an efficiency of ``wanted`` needs: the inverse of :func:`efficiency`.
 
     Raises:
-        ConfigError: an efficiency that is not between 0 and 1, or a number that is not above 0.
+        ConfigError: the efficiency is not between 0 and 1, or a number is not above 0.
 
     Example::
 

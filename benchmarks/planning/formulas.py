@@ -1,8 +1,8 @@
 """Published arithmetic of training: bytes, FLOPs and traffic, each with its source.
 
-The planner counts its own models exactly, on meta; these formulas are what papers print, under their own names, so
-that a reader finds their figures again. Letters of the papers: parameters P or Psi, layers L, hidden h, heads a,
-sequence s, batch b, vocabulary V, ranks N.
+The planner counts its own models exactly, on meta. These formulas are those printed in papers, under their own names,
+so that readers can reproduce the papers' figures. Letters: parameters P or Psi, layers L, hidden h, heads a, sequence
+s, batch b, vocabulary V, ranks N.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from npuzero.errors import ConfigError
 
-#: K, bytes of optimizer states a parameter, with Adam in float32: master, momentum, variance (ZeRO, section 3.1).
+#: K, bytes of optimizer states per parameter, with Adam in float32: master, momentum, variance (ZeRO, section 3.1).
 ADAM_K = 12
-#: K where float32 gradients count as optimizer state, 20 bytes a parameter in all (ZeRO-Infinity, section 3).
+#: K if float32 gradients count as optimizer state, 20 bytes per parameter in total (ZeRO-Infinity, section 3).
 ADAM_K_WITH_FP32_GRADIENTS = 16
 
 
 class _ZeroStage(NamedTuple):
-    """Describe a stage of ZeRO: what its ranks divide, and elements a parameter that one sends in an iteration."""
+    """Describe a stage of ZeRO: the divided parts, and elements per parameter that a rank sends in an iteration."""
 
     divided: tuple[str, ...]
     traffic: int
@@ -47,14 +47,15 @@ def model_state_bytes(
 ) -> float:
     """Return the bytes of parameters, gradients and optimizer states that a rank holds under a stage of ZeRO.
 
-    Source: ZeRO, section 5 and table 1: (2 + 2 + K) P, of which K, then 2, then 2 more are divided by N.
+    Source: ZeRO, section 5 and table 1: (2 + 2 + K) P; first K, then 2, then 2 more are divided by N.
 
     Args:
         parameters: of the model; they have 2 bytes each.
         ranks: N, the degree of data parallelism.
-        stage: 0 to 3: nothing divided; optimizer states (P_os); gradients, too (P_os+g); parameters, too (P_os+g+p).
-        k: bytes of optimizer states a parameter.
-        gradient_bytes: of a gradient: 2 as the paper counts; 4 as npuzero does, whose sums are float32.
+        stage: 0: nothing divided; 1: optimizer states (P_os); 2: also gradients (P_os+g); 3: also parameters
+            (P_os+g+p).
+        k: bytes of optimizer states per parameter.
+        gradient_bytes: of a gradient: 2 in the paper; 4 in npuzero, which sums in float32.
 
     Raises:
         ConfigError: no such stage.
@@ -79,7 +80,7 @@ def largest_model(
     k: float = ADAM_K,
     gradient_bytes: float = 2,
 ) -> float:
-    """Return the parameters of the largest model whose states fit into a rank's memory.
+    """Return the parameters of the largest model that fits into the memory of its ranks, states included.
 
     Source: ZeRO, table 2.
 
@@ -95,7 +96,7 @@ def largest_model(
 
 
 def activation_checkpoint_bytes(batch: int, sequence: int, hidden: int, layers: int, interval: int = 1) -> float:
-    """Return the bytes of the inputs that recomputation keeps, one for ``interval`` blocks: 2 b s h L / interval.
+    """Return the bytes of the inputs that recomputation keeps, one per ``interval`` blocks: 2 b s h L / interval.
 
     Source: ZeRO-Infinity, section 3.
     """
@@ -111,9 +112,9 @@ def activation_working_bytes(batch: int, sequence: int, hidden: int, heads: int,
 
 
 def state_working_bytes(hidden: int) -> int:
-    """Return the bytes that the largest operator's parameters and gradients take, MSWM: 4 h * 4 h.
+    """Return the bytes of the largest operator's parameters and gradients, MSWM: 4 h * 4 h.
 
-    Source: ZeRO-Infinity, section 3. The planner takes the largest unit under the plan instead.
+    Source: ZeRO-Infinity, section 3. The planner uses the largest unit under the plan instead.
     """
     return 4 * hidden * 4 * hidden
 
@@ -128,14 +129,14 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     selective: bool = False,
 ) -> float:
-    """Return the bytes that one layer leaves for backward, in 16 bits: s b h (34 + 5 a s / h) where one rank has it.
+    """Return the 16-bit bytes that one layer saves for backward: s b h (34 + 5 a s / h) on one rank.
 
     Source: Korthikanti et al., section 4 and table 2.
 
     Args:
         tensor: t, ranks that divide the layer: s b h (10 + 24 / t + 5 a s / (h t)).
-        sequence_parallel: whether they divide what stands between its products, too: all of it over t.
-        selective: whether attention's core is computed again: without the term of a s / h.
+        sequence_parallel: divide also the operations between its products: everything over t.
+        selective: recompute attention's core: without the term of a s / h.
     """
     scores = 0.0 if selective else 5 * heads * sequence / hidden
     whole, divided = (0.0, 34.0) if sequence_parallel else (10.0, 24.0)
@@ -143,7 +144,7 @@ def layer_activation_bytes(
 
 
 def first_stage_factor(pipe: int, chunks: int = 1) -> float:
-    """Return by how much more than L layers' activations the first stage holds: 1, interleaved 1 + (p - 1) / (p v).
+    """Return the activations of the first stage relative to L layers': 1, or interleaved 1 + (p - 1) / (p v).
 
     Source: Korthikanti et al., section 4.2.3.
     """
@@ -154,7 +155,7 @@ def first_stage_factor(pipe: int, chunks: int = 1) -> float:
 
 
 def block_parameters(layers: int, hidden: int) -> int:
-    """Return the parameters of a transformer's blocks, products alone: 12 L h^2.
+    """Return the parameters of a transformer's blocks, matrices only: 12 L h^2.
 
     Source: ZeRO-Infinity, section 3.
     """
@@ -176,8 +177,8 @@ def iteration_flops(
 ) -> float:
     """Return the FLOPs of one iteration: 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)).
 
-    Source: Narayanan et al., equation 3. Without recomputation three quarters of the blocks', and all of the logits':
-    72 B s L h^2 (1 + s / (6 h) + V / (12 L h)), Korthikanti et al., appendix A.
+    Source: Narayanan et al., equation 3. Without recomputation three quarters of the blocks' FLOPs, and all of the
+    logits': 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)), Korthikanti et al., appendix A.
     """
     passes, logits = (96, 16) if recompute else (72, 12)
     factor = 1 + sequence / (6 * hidden) + vocabulary / (logits * layers * hidden)
@@ -185,7 +186,7 @@ def iteration_flops(
 
 
 def selective_flops(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs of an iteration that computes attention's core again: s / (3 h) instead of s / (6 h).
+    """Return the FLOPs of an iteration that recomputes attention's core: s / (3 h) instead of s / (6 h).
 
     Source: Korthikanti et al., appendix A.
     """
@@ -194,19 +195,19 @@ def selective_flops(batch: int, sequence: int, layers: int, hidden: int, vocabul
 
 
 def training_s(tokens: float, parameters: float, devices: int, flops_per_s: float) -> float:
-    """Return the seconds of a whole training with recomputation: 8 T P / (n X).
+    """Return the seconds of a full training with recomputation: 8 T P / (n X).
 
     Source: Narayanan et al., equation 4.
 
     Args:
-        tokens: T, that are trained on.
-        flops_per_s: X, that one device reaches.
+        tokens: T, number of training tokens.
+        flops_per_s: X, reached by one device.
     """
     return 8 * tokens * parameters / (devices * flops_per_s)
 
 
 def bubble(pipe: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return a pipeline's idle time as a part of its ideal time: (p - 1) / (v m).
+    """Return a pipeline's idle time relative to its ideal time: (p - 1) / (v m).
 
     Source: Narayanan et al., sections 2.2.1 and 2.2.2.
     """
@@ -217,12 +218,12 @@ def bubble(pipe: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def ring_factor(ranks: int) -> float:
-    """Return what a rank sends for an all_reduce on a ring, by the size of the buffer: 2 (N - 1) / N."""
+    """Return the bytes a rank sends in a ring all_reduce, relative to the buffer: 2 (N - 1) / N."""
     return 2 * (ranks - 1) / ranks
 
 
 def zero_traffic(stage: int) -> int:
-    """Return what a rank sends in an iteration under a stage of ZeRO, in elements a parameter: 2, and 3 in stage 3.
+    """Return the elements per parameter that a rank sends in an iteration under a stage of ZeRO: 2, and 3 in stage 3.
 
     Source: ZeRO, section 7.2.
 
@@ -233,24 +234,23 @@ def zero_traffic(stage: int) -> int:
 
 
 def zeropp_traffic(*, weights: bool = False, secondary: bool = False, gradients: bool = False) -> float:
-    """Return what goes between nodes in an iteration of stage 3, in elements of 16 bits a parameter: 3, and 0.75 with
-    all three.
+    """Return the 16-bit elements per parameter sent between nodes in a stage 3 iteration: 3; 0.75 with all three.
 
     Source: ZeRO++, arXiv:2306.10209, table 1.
 
     Args:
-        weights: whether gathers are of 8 bits (qwZ).
-        secondary: whether a node keeps the parameters for backward (hpZ).
-        gradients: whether gradients go in 4 bits (qgZ).
+        weights: gather in 8 bits (qwZ).
+        secondary: a node keeps the parameters for backward (hpZ).
+        gradients: send gradients in 4 bits (qgZ).
     """
     gather = 0.5 if weights else 1.0
     return gather + (0 if secondary else gather) + (0.25 if gradients else 1.0)
 
 
 def partitioned_activations_traffic() -> float:
-    """Return how much more tensor-parallel ranks send where they divide activation checkpoints: 1 / 12.
+    """Return the additional traffic of tensor-parallel ranks that divide activation checkpoints: 1 / 12.
 
-    Source: ZeRO, section 8: a block's six all_reduces send 12 s h elements, and one all_gather more s h.
+    Source: ZeRO, section 8: a block's six all_reduces send 12 s h elements, and one all_gather s h more.
     """
     return 1 / 12
 
@@ -264,10 +264,10 @@ def class_weight_bytes(features: int, classes: int, ranks: int = 1) -> float:
 
 
 def class_logit_bytes(batch: int, classes: int, ranks: int = 1, sampled: float = 1.0) -> float:
-    """Return the bytes of a rank's logits in float32: 4 N C / k, of which a part may be sampled.
+    """Return the bytes of a rank's logits in float32: 4 N C / k, times the sampled part.
 
     Args:
         batch: N, of all ranks together.
-        sampled: r, the part of the classes that a step takes.
+        sampled: r, the part of the classes used in a step.
     """
     return 4 * batch * classes * sampled / ranks

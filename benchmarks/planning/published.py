@@ -1,6 +1,6 @@
 """Published training runs, and what the clock says of them: other systems' mechanisms as data, the same arithmetic.
 
-A table (``npuzero/planner/tables``) holds rows that others have measured, and how their system works: which kernels
+A table (``benchmarks/planning/tables``) holds rows that others have measured, and how their system works: which kernels
 beside products a layer has, in bytes; what tensor ranks send and wait for; how gradients are summed and parameters come
 back, and in which order a pipeline runs. How long each takes is asked where the engine's own clock asks:
 :mod:`npuzero.planner.hardware.rates`, :mod:`npuzero.planner.hardware.network`, :mod:`npuzero.planner.timing.lanes`.

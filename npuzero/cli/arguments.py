@@ -25,7 +25,7 @@ def parse_number(text: str) -> int:
 
 
 def parse_memory_size(text: str) -> int:
-    """Parse bytes, at least 1 MiB: ``64GiB``, ``64g`` (the same), ``80GB`` (10^9 bytes), ``512MiB``, ``68719476736``."""
+    """Parse bytes, at least 1 MiB: ``64GiB``, ``64g`` (the same), ``80GB`` (of 10^9), ``512MiB``, ``68719476736``."""
     value = _parse_unit(text, _BYTES)
     if value is None or not 2**20 <= value <= 10**18:
         raise argparse.ArgumentTypeError(f"expected a memory's size such as 64GiB, 80GB or 512MiB; got {text!r}")

@@ -24,7 +24,7 @@ MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "one cycle begins with the greatest momentum",
         "schedules/deepspeed.py",
-        "if iteration < 0:  # the optimizer's first step, in which the rate is the least, too",
+        "if iteration < 0:  # the optimizer's first step, in which the rate is also the minimum",
         "if iteration < -1:",
         (f"{TESTS}test_one_cycle_goes_up_and_down_once_and_decays",),
     ),
