@@ -201,6 +201,7 @@ class _Pending(NamedTuple):
 def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
     """Start the digest of all tensors in ``inputs``."""
     tensors = find_nested_tensors(inputs)[0]
+    # Shapes and dtypes of all tensors, since elements of some cannot be read.
     shapes = zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())
     here: list[Tensor] = []
     there: list[Tensor] = []

@@ -91,6 +91,7 @@ class GradientSums:
 
     def _norm_of_parts(self, mine: Tensor, p: float) -> Tensor:
         """Return the p-norm over all owners' parts; ``mine`` is the norm of this rank's part."""
+        # An all_gather by all_reduce: each owner fills its row. Rows of ranks that count nothing stay zero.
         norms = torch.zeros(self._owners.size, *mine.shape, dtype=torch.float64, device=self._device)
         norms[self._owners.index] = mine
         return cast(Tensor, vector_norm(self._over(norms), p, dim=0))

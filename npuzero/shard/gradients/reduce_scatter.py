@@ -147,6 +147,7 @@ class GradientReducer:
                 wire = gradient.fill_wire() if owing and gradient.cut else None
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
+        # Everything is sent, also for flats without a pass: a later finish() must not send zeros for them again.
         self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)
         self._mover.quiet()  # offloaded gradients are read on the host from now on
 
@@ -172,7 +173,7 @@ class GradientReducer:
     # -- reductions ------------------------------------------------------------------------------------------------
 
     def _launch(self, gradient: FlatGradient, wire: Tensor | None, boundary: bool) -> None:
-        self._advance()
+        self._advance()  # before the launch, on every rank: keeps one order of collectives
         gradient.move(_S.REDUCING)
         reduction = self._reduction(gradient, wire, boundary)
         with observe.span("launch reduction", gradient.name):

@@ -169,6 +169,7 @@ def _drop_parameter_names(said: dict[str, Words]) -> dict[str, Words]:
     return {call: {word: value for word, value in words.items() if word != _PARAMETERS} for call, words in said.items()}
 
 
+# Bits, not the digest: a bit's sum is 0 or the number of ranks only if all ranks have the same bit.
 def _digest_bits(digest: int) -> list[int]:
     folded = (digest ^ digest >> DIGEST_BITS) & _MASK
     return [folded >> place & 1 for place in range(DIGEST_BITS)]

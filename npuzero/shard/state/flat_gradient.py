@@ -241,7 +241,7 @@ class FlatGradient:
         if buffer is not None:
             self._space.count("buffers", -buffer.nbytes)
 
-    # -- what the program sees -------------------------------------------------------------------------------------
+    # -- p.grad of the program -------------------------------------------------------------------------------------
 
     def present(self) -> list[bool]:
         """Return per slot whether ``p.grad`` is set on this rank. Call it under DisableTorchFunctionSubclass.

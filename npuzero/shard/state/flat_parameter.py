@@ -14,7 +14,7 @@ forward, gradients and optimizer states into P, A, G and S shards::
     own         [n/S]  this rank's states shard, a sub-range of all of the above
     apart       True if whole and resting are separate tensors: P > 1, or parameters are offloaded
     ahead       [n/S]  parameter dtype, on the host; own parameters after the last update, if the plan delays their copy
-                       to the device; the remainder belongs to these (see :mod:`npuzero.shard.offload.delayed_update`)
+                       to the device; exact belongs to these values (see :mod:`npuzero.shard.offload.delayed_update`)
     near        the leading elements of the states shard, with optimizer states on the device: all, unless the plan
                 offloads some to the host or to NVMe. The offloaded part of master and remainder is not one tensor, and
                 parameters on NVMe are not either: all code but the update accesses them by ranges

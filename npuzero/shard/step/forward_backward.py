@@ -110,8 +110,9 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def unsharded(self, number: int) -> Iterator[None]:
-        """Unshard part ``number`` inside, for work in autograd that may rerun its modules without reaching a hooked
-        output. All ranks enter it at the same place.
+        """Unshard part ``number`` inside. All ranks enter it at the same place.
+
+        For work in autograd that may rerun the part's modules without reaching a hooked output first.
         """
         units = [unit for unit in self._parts[number].units if unit.guarded]
         try:

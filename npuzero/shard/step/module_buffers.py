@@ -44,6 +44,7 @@ class BufferSync:
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         if tensors:
+            # As bytes: one broadcast for buffers of all dtypes.
             raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
             self._everyone.broadcast(raw, root=0, tag="buffers").wait()
             sizes = [tensor.nbytes for tensor in tensors]

@@ -4,7 +4,7 @@ Near shards are one chunk, unless ``Settings.chunk_bytes`` divides them. R4 of a
 contains any of it is updated, always in the order of units: within ``end()`` for near units; for an offloaded unit, and
 the units after it, when the unit is awaited.
 
-If several optimizers update a model one after the other, R4 of a unit waits until all its parameters with a gradient
+If several optimizers update a model in turn, R4 of a unit waits until all its parameters with a gradient
 are updated, so that it runs once per step. It starts earlier if the unit is needed, as by the next forward, or if
 unused gradients are dropped (``zero_grad()``).
 """
@@ -29,7 +29,7 @@ from npuzero.shard.state.unit import Unit
 
 
 class OptimizerUpdate:
-    """Run the updates of one model, one after the other.
+    """Run the updates of one model, one at a time.
 
     Args:
         units: in forward order, which is the order of R4.
@@ -183,7 +183,7 @@ class OptimizerUpdate:
         with torch._C.DisableTorchFunctionSubclass():
             return any(id(p) in self._left and p.grad is not None for flat in unit.trainable for p in flat.parameters)
 
-    # -- what is far -----------------------------------------------------------------------------------------------
+    # -- offloaded shards ------------------------------------------------------------------------------------------
 
     def run_far(self, *task: Any) -> None:
         """Start the offloaded update by :meth:`OffloadedUpdate.run`; from now on all uses of a unit wait for it."""

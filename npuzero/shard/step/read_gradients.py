@@ -201,8 +201,8 @@ class ModelGradients:
 class ChosenGradients:
     """Hold the gradients that one call covers, in one model. Its methods are collective.
 
-    The update applies one scale to all gradients of a model, without a further pass over them. Only some of the
-    gradients cannot use it, so they are multiplied in place.
+    The update applies one scale to all gradients of a model, without a further pass over them. Part of the gradients
+    cannot use it and is multiplied in place.
 
     Attributes:
         some: whether any rank of any stage has one.

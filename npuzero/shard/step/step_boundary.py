@@ -135,6 +135,7 @@ class StepBoundary:
         """
         present = self._present()
         some = _any_gradient_values(present)
+        # First, since an overlapped update may still read the gradients that backward is about to change.
         self._update.spare_gradients(used=self._stage is BoundaryPhase.STEPPED and some)
         if not some:  # the program has zeroed the gradients, in any way
             self.forget()
