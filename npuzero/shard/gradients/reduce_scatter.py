@@ -138,7 +138,7 @@ class GradientReducer:
     # -- at the step boundary --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Bring every flat to READY; collective. A rank without a backward pass contributes zeros."""
+        """Bring every flat to READY; collective. A rank without a backward pass contributes zeros, once."""
         self.drain()
         for gradient in self._order:
             if gradient.state is not _S.READY:
@@ -147,7 +147,6 @@ class GradientReducer:
                 wire = gradient.fill_wire() if owing and gradient.cut else None
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
-        # Everything is sent, also for flats without a pass: a later finish() must not send zeros for them again.
         self._last = dict.fromkeys(self._order, BackwardRole.SUMMED)
         self._mover.quiet()  # offloaded gradients are read on the host from now on
 

@@ -190,7 +190,8 @@ class ActivationOffload:
                 near, self._home, *self._home.store(self._part(_dense_bytes(near.tensor)))
             )
             self._under_way.append(item)
-            self._settle(1)  # an item being stored keeps its tensor: at most one, so that device memory is bounded
+            # An item being stored keeps its tensor: at most one, so that device memory is bounded.
+            self._settle(1)
         return _SavedReference(item, self._forward)
 
     def _settle(self, most: int) -> None:
