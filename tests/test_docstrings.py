@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Whether a word is a verb no program tells: who needs another one adds it.
 VERBS = frozenset(
     re.findall(
-        r"\w+",
+        r"[\w-]+",
         """
         Accept Add Align Allocate Answer Append Apply Arrange Ask Average Await Be Begin Break Bring Build Call Carry
         Cast Change Check Choose Clear Clip Close Collect Combine Compare Compile Complete Compose Compute Connect
@@ -39,6 +39,7 @@ VERBS = frozenset(
         Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Step Stop Store Sum Summarize Swap
         Take Tell Time Trace Train Translate Treat Try Turn Undo Unpack Unscale Unshard Update Use Validate Verify
         View Visit Wait Walk Warn Watch Wrap Write Yield Zero
+        All-gather All-reduce Hook Reduce-scatter Reshard Slice Subtract
     """,
     )
 )
