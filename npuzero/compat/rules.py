@@ -156,7 +156,7 @@ class KeyRule:
         switch: path of the key that turns this key's section on; while that is false, this key is noted with any value.
         absent: the source engine's default, if a missing key should be reported with it.
         auto: the value for ``"auto"`` where the caller gives none; ABSENT: "auto" is then refused.
-        trap: a common misbelief about the key, or a belief that only some versions fulfil.
+        trap: a common misbelief about the key, or one that is true only in some versions.
     """
 
     path: str

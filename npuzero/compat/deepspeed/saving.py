@@ -146,7 +146,7 @@ class EngineCheckpoints:
                 got="one of DeepSpeed's",
                 do="Make weights of it by its zero_to_fp32.py, and load them into the model before initialize().",
             )
-        # The loss scale goes with the moments: under another scale the first update could overflow.
+        # The loss scaler belongs to the optimizer states: a load without them keeps the present scale.
         whole = not load_module_only
         loaded = checkpoint.load(
             folder,
@@ -197,7 +197,7 @@ class EngineCheckpoints:
         path = Path(save_dir) / save_filename
         if self.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-        # export() and full_state_dict() are collective: every rank calls them, and rank 0 writes.
+        # export() and full_state_dict() are collective: every rank calls them.
         if path.suffix == ".safetensors":
             export(self.module, path, rename=lambda name: None if name in left_out else name)
             return True

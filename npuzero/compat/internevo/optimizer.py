@@ -109,10 +109,9 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         with the device.
 
         Returns:
-            Whether parameters were updated: False if a gradient of any rank is inf or NaN, the same on every rank. And
-                the norm
-            of the gradients before clipping, as ``{"0_default": norm}``: -1 for an inf, -2 for a NaN; ``{}`` without
-            clipping.
+            Whether parameters were updated, the same on every rank; False if a gradient of any rank is inf or NaN. And the
+            norm of the gradients before clipping, as ``{"0_default": norm}``, -1 for an inf, -2 for a NaN; ``{}``
+            without clipping.
 
         Raises:
             StateError: a closure is given, or there is no gradient.

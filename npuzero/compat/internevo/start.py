@@ -122,7 +122,7 @@ def _divide_model(model: nn.Module, mesh: Mesh, config: Configuration, divide: D
 
 
 def _recompute_blocks(model: nn.Module, fraction: float) -> None:
-    """Recover activations by recomputation in the first ``fraction`` of the blocks (``torch.utils.checkpoint``)."""
+    """Run the first ``fraction`` of the blocks again in backward (activation checkpointing)."""
     blocks = [unit.module for unit in discover_units(model)[1:]]
     if fraction and not blocks:
         raise ConfigError(
