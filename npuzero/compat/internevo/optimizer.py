@@ -109,8 +109,8 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         with the device.
 
         Returns:
-            Whether parameters were updated, the same on every rank; False if a gradient of any rank is inf or NaN. And the
-            norm of the gradients before clipping, as ``{"0_default": norm}``, -1 for an inf, -2 for a NaN; ``{}``
+            Whether parameters were updated, the same on every rank; False if a gradient of any rank is inf or NaN. And
+            the norm of the gradients before clipping, as ``{"0_default": norm}``, -1 for an inf, -2 for a NaN; ``{}``
             without clipping.
 
         Raises:
