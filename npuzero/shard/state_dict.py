@@ -52,7 +52,7 @@ def attach_engine(engine: Engine, model: nn.Module) -> None:
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Return ``model.state_dict()`` as a plain model would: unsharded tensors on the CPU, by name. Collective.
 
-    At most one unit is gathered at a time.
+    At most one unit is unsharded at a time.
 
     Returns:
         On rank 0 (on all ranks if ``rank0_only`` is False) the tensors, with one copy per tied tensor, and the modules'
@@ -183,10 +183,10 @@ def _give_members(
 ) -> Iterator[tuple[_StateMember, Any]]:
     """Send this stage's members in ``fresh`` to other stages, and yield them on ranks that keep them. Collective.
 
-    At most one unit is gathered at a time.
+    At most one unit is unsharded at a time.
     """
-    # Every rank of the stage gathers each unit, since gathering is collective, but only ranks that send or keep values
-    # copy them. A parameter that is cut over tensor ranks is gathered by all of these.
+    # Every rank of the stage unshards each unit, since the all-gather is collective, but only ranks that send or keep
+    # values copy them. A parameter that is cut over tensor ranks is gathered by all of these.
     wanted, chosen = line.takes or line.gives, set(fresh)
     for unit in engine.units:
         with engine.values.whole(unit):

@@ -2,8 +2,9 @@
 
 Ranks along ``tensor``, and the stages of one pipeline, compute one model on one batch. A rank with another batch
 (chosen by rank instead of by the index along the data axes) would silently make results meaningless. So each rank keeps
-a digest of the inputs of a step's first forward, which is sent in the step's vote. For each bit the first rank of a
-group contributes (ranks - 1) times its bit and each further rank subtracts its bit, so that equal digests sum to 0.
+a digest of the inputs of a step's first forward, and sends it in the step's vote, an all_reduce. For each bit the first
+rank of a group contributes (ranks - 1) times its bit and each further rank subtracts its bit, so that equal digests sum
+to 0.
 
 Data ranks should have different batches. One further number in the vote, of the same kind, tells whether all have the
 same; only in the first steps, since a program without a sampler repeats it in each.

@@ -3,8 +3,9 @@
 Gradients are scaled as they are packed, so every reduction is a plain sum (an averaging collective is slower or
 missing on some backends, and one of them scales its input in place).
 
-A flat parameter is a bucket: it is reduced as soon as all its gradients have arrived. All ranks reduce in the same
-order of flats, independent of the order in autograd: a flat that this rank did not use contributes zeros at its turn.
+Flat parameters are the buckets: each is reduced as soon as all its gradients have arrived, overlapped with backward.
+All ranks reduce in the same order of flats, independent of the order in autograd: a flat that this rank did not use
+contributes zeros at its turn.
 A reduction is a generator that pauses while a collective runs, since the second collective of a two-level reduction
 needs the first one's result. Each launch first advances every earlier reduction by one collective, so the order of
 collectives depends only on the order of launches.
@@ -35,7 +36,7 @@ class GradientReducer:
     """Reduce gradients as autograd finishes them, until they are READY.
 
     Attributes:
-        open: whether a backward pass is running.
+        open: whether a backward pass is running in autograd.
         reduced: called with each gradient that is final for the present pass.
     """
 
@@ -165,7 +166,7 @@ class GradientReducer:
         return not self._active
 
     def drain(self) -> None:
-        """Finish every reduction in progress."""
+        """Finish all running reductions."""
         while self._active:
             self._advance()
 
@@ -231,11 +232,11 @@ class GradientReducer:
         yield from self._scatter(gradient, gradient.rests.deepen, sent, gradient.own, tag)
 
     def _sum_beyond(self, gradient: FlatGradient, wire: Tensor | None, tag: str) -> Iterator[None]:
-        """Sum this rank's own shard, or ``wire``, over the ranks that keep the same states: D - states.
+        """Sum this rank's own shard, or ``wire``, over the ranks with the same optimizer states: D - states.
 
         D - states are the mesh axes over which gradients are averaged but states are not sharded. If the communication
         dtype is low-precision and that of sums is float32, or a wire is thin: reduce_scatter into float32 sums, then
-        all_gather the sums. So no rank sees the sum rounded: states would drift from those of presets that keep the
+        all_gather the sums. So no rank sees the sum rounded: optimizer states would drift from presets that keep the
         sum on its owner. If the precision asks for rounded sums, all ranks see the same rounded sum.
         """
         own, hops = gradient.own, gradient.rests.spread
@@ -327,7 +328,7 @@ class _CommBuffer:
 
     @staticmethod
     def lent(gradient: FlatGradient, numel: int, dtype: torch.dtype = torch.float32) -> _CommBuffer:
-        """Return a pooled buffer."""
+        """Return a pooled communication buffer."""
         return _CommBuffer(gradient, gradient.pool.acquire(numel, dtype)[0], True)
 
     def rounded(self) -> _CommBuffer:

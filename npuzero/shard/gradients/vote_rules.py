@@ -1,9 +1,10 @@
 """Vote on optimizer rules: all ranks must update and clip by the same rules, and train the same parameters.
 
-Each rank updates its own shard, so no other rank notices a different rule. The vote at the start of a step carries a
-digest of each rank's rules, one number per bit: if all ranks agree, each bit's sum is 0 or the number of ranks. If any
-rank differs, which is rare, the ranks exchange the rules in full, and each raises the same error. Digests of shared
-inputs (:mod:`npuzero.shard.gradients.input_digests`) are added to the same bits; equal inputs add 0 to the sums.
+Each rank updates its own shard, so no other rank notices a different rule. The vote, an all_reduce at the start of a
+step, carries a digest of each rank's rules, one number per bit: if all ranks agree, each bit's sum is 0 or the number
+of ranks. If any rank differs, which is rare, the ranks exchange the rules in full, and each raises the same error.
+Digests of shared inputs (:mod:`npuzero.shard.gradients.input_digests`) are added to the same bits; equal inputs add 0
+to the sums.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class OptimizerRuleVote:
         self.inputs.begin_vote()
 
     def ballot(self, present: Mapping[FlatParameter, list[bool]]) -> list[int]:
-        """Return this rank's bits in the vote.
+        """Return this rank's bits for the vote's all_reduce.
 
         Args:
             present: per slot, whether this rank has a gradient.
@@ -150,7 +151,7 @@ class OptimizerRuleVote:
         _compare_rules([[GroupRule(*group) for group in rank[2]] for rank in said], self._world.ranks)
 
     def ballot_of_calls(self) -> list[int]:
-        """Return this rank's bits in the vote of all stages."""
+        """Return this rank's bits for the all_reduce over all stages."""
         return _digest_bits(_crc32_of_text(str(sorted(_drop_parameter_names(self._said).items()))) if self._said else 0)
 
     def look_at_calls(self, sums: Iterable[float]) -> None:

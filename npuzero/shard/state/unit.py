@@ -1,4 +1,4 @@
-"""A unit: parameters that are unsharded and reduced together, in flat parameters, with their state."""
+"""A unit: parameters that are all-gathered and reduced together, in flat parameters, with their state."""
 
 from __future__ import annotations
 

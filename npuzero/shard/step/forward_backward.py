@@ -311,7 +311,7 @@ class ForwardBackward:
     def _start_gathers(self, indices: list[int]) -> None:
         for place, index in enumerate(indices):
             unit = self._units[index]
-            # Backward has left this unit: a further gather would keep it unsharded until the end without use.
+            # Backward has left this unit: a further all-gather would keep it unsharded until the end without use.
             done = self._reducer.open and unit.trainable and not unit.missing
             if not unit.guarded or done or not (unit.backward_expected or not in_backward()):
                 continue
