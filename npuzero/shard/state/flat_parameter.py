@@ -11,7 +11,7 @@ forward, gradients and optimizer states into P, A, G and S shards::
     remainder   [n/S]  int16; the lower halves of split master weights; the upper halves are own parameters
     exact       [n/S]  master or remainder, as a TieredTensor
     gradient    see :mod:`npuzero.shard.state.flat_gradient`
-    own         [n/S]  this rank's states shard: the elements with optimizer states here; a sub-range of all of the above
+    own         [n/S]  this rank's states shard: elements with optimizer states here; a sub-range of all of the above
     apart       True if whole and resting are separate tensors: P > 1, or parameters are offloaded
     ahead       [n/S]  parameter dtype, on the host; own parameters after the last update, if the plan delays their copy
                        to the device; exact belongs to these values (see :mod:`npuzero.shard.offload.delayed_update`)
