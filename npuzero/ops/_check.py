@@ -67,7 +67,7 @@ def _all_usable(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: 
     """
     if not {isinstance(value, torch.Tensor) for value in values} <= {True}:
         return False
-    # Sets of values avoid a Python loop; an empty sequence gives empty sets and passes.
+    # Types are checked first: a value of another type has no dtype. An empty sequence passes.
     devices = {value.device for value in values}
     return (
         {value.dtype for value in values} <= {*dtypes}

@@ -110,6 +110,6 @@ class GlobalBatch:
 
 @lru_cache(maxsize=2)  # a batch may span two epochs
 def _epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order in which an epoch visits its samples: int64[samples], the same on every machine."""
+    """Return an epoch's permutation of the samples: int64[samples], the same on every machine."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(samples, generator=generator)

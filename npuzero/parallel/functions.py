@@ -1,6 +1,6 @@
 """Collectives that autograd differentiates: pure functions of a tensor over a communicator.
 
-They come in conjugate pairs: the backward of each is the forward of the other, so derivatives of any order are right.
+They come in conjugate pairs: the backward of each is its partner's forward, so derivatives of any order are right.
 
     ======================  =================  =================  ============================================
     function                forward            backward           from, to (on the ranks of the group)

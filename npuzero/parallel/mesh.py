@@ -28,7 +28,7 @@ def mesh(
 ) -> Mesh:
     """Arrange the ranks along named axes. Every rank calls it. The product of the sizes is the world size.
 
-    Ranks of the ``tensor`` axis are neighbours (0 and 1, 2 and 3, ...), those of ``pipe`` are farthest apart.
+    Ranks of the ``tensor`` axis are neighbours (0 and 1, 2 and 3, ...), ranks of ``pipe`` have the largest stride.
 
     Args:
         data: ranks with different data; None: as many as the remaining sizes leave.

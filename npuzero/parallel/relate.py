@@ -16,7 +16,7 @@ def relate(what: nn.Module | nn.Parameter, **relations: str) -> None:
     """Set the relation of a parameter, or of all parameters of a module, along axes of the mesh.
 
     Call it before :func:`npuzero.zero`, identically on every rank. The defaults are ``averaged`` along the data axes
-    and ``repeated`` along ``tensor``. It is for layers with communication of their own; ``parallel.tensor`` and
+    and ``repeated`` along ``tensor``. Use it for layers that communicate themselves; ``parallel.tensor`` and
     ``parallel.ClassHead`` set the relations of their parameters.
 
     Args:

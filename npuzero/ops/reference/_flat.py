@@ -93,7 +93,7 @@ def reference_update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel t
 def float32_scalar(value: float, like: Tensor) -> Tensor:
     """Return a number as a tensor on the device of ``like``.
 
-    By a Python number torch divides on some devices by multiplying with its inverse.
+    On some devices torch divides by a Python number by multiplying with its inverse, which rounds differently.
     """
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 

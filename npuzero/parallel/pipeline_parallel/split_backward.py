@@ -46,7 +46,7 @@ class WeightGroup:
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
 ) -> list[WeightGroup] | None:
-    """Add the gradients of ``inputs`` to their ``grad``; return the groups that :func:`weight_gradients` needs.
+    """Set the ``grad`` of ``inputs``; return the groups that :func:`weight_gradients` needs.
 
     Args:
         outputs: tensors that require gradients.

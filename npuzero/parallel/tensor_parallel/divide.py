@@ -1,4 +1,4 @@
-"""Divide a model over tensor ranks, as data: which parameters are cut, how, and the relation of the others.
+"""Divide a model over tensor ranks, as data: which parameters are cut, how, and how ranks relate on the rest.
 
 ``build_tensor_division`` reads a plan and looks only at names, types, shapes and attributes. It needs no communication,
 so all ranks get the same result, or the same error.
