@@ -43,7 +43,7 @@ class Plan:
         name: name of the preset, for readers.
         activations: placement of torch's activation checkpoints between forward and backward. Axes are ``()``, or
             ``("tensor",)``: each tensor rank keeps a part of the activations that all of them hold (ZeRO-R's P_a; for
-            the mode "mtp", the other modes shard activations themselves). The size depends on the batch: reports count
+            the mode "mtp", further modes shard activations themselves). The size depends on the batch: reports count
             it, predictions do not.
         lag: 1: an update becomes visible one step later; it overlaps the forward and backward in between
             (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
@@ -55,7 +55,7 @@ class Plan:
 
     Raises:
         ConfigError: the plan breaks the prefix law (the axes of ``after_forward``, ``parameters``, ``gradients`` and
-            ``states`` are each a prefix of the next, those of ``between`` a prefix of ``parameters``) or the law of
+            ``states`` are each a prefix of the next, the axes of ``between`` a prefix of ``parameters``) or the law of
             memories (offloaded gradients and parameters need states offloaded over the same axes; a lag needs all
             states and gradients offloaded, and parameters on the device).
 
@@ -248,7 +248,7 @@ class Plan:
 
     @functools.cached_property
     def averaged(self) -> Axes:
-        """Return the axes whose ranks see different data: gradients are averaged over them."""
+        """Return the axes along which ranks see different data: gradients are averaged over them."""
         return axes_with(self.relations, Relation.AVERAGED)
 
     @functools.cached_property
@@ -273,7 +273,7 @@ class Plan:
 
     @functools.cached_property
     def owners(self) -> Axes:
-        """Return the axes whose ranks own different elements of the states: sharded axes and cut axes."""
+        """Return the axes along which ranks own different elements of the states: sharded and cut axes."""
         return self.states.axes + axes_with(self.relations, Relation.CUT)
 
     @functools.cached_property
@@ -359,12 +359,12 @@ _OFFLOADED = {
     "infinity-states": ("zero3", "nvme"),
     "infinity": ("zero3", "nvme+parameters"),
 }
-# preset: its row, and the axes whose gradients are quantized; its gathers always are
+# preset: its row, and the axes with quantized gradients; its gathers are always quantized
 _THIN: dict[str, tuple[str, dict[str, str]]] = {
     "zero++": ("hpz", {NODE: "int4", LOCAL: "int4"}),
     "thin": ("hpz", {NODE: "int4"}),
 }
-# preset: the preset whose updates it delays
+# preset: the preset with the same placements and no lag
 _DELAYED = {"delayed": "offload"}
 #: Presets for sequence parallelism (InternEvo's isp: the local axis is its weight axis).
 SEQUENCED = ("isp",)
@@ -392,7 +392,7 @@ _SPELLINGS = {
 }
 
 
-# The prefix law: the axes of the first are a prefix of those of the second.
+# The prefix law: the first one's axes are a prefix of the second one's.
 _LAW = (
     ("after_forward", "parameters"),
     ("between", "parameters"),

@@ -34,7 +34,7 @@ class Advice:
     Attributes:
         job: the job.
         choices: options that the search chose from.
-        found: the runs that fit, the fastest first, and those that do not.
+        found: the runs that fit, the fastest first, and the runs that do not.
         ways_out: if nothing fits, changes that would help: single ones, or pairs if no single one does.
         reasons: sentences.
     """

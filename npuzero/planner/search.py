@@ -138,7 +138,7 @@ def list_plan_placements(
     Of equivalent plans only the first is returned.
 
     Args:
-        mesh: sizes of the axes; None: those of the cluster, with ZeRO's axes only.
+        mesh: sizes of the axes; None: the cluster's, with ZeRO's axes only.
 
     Raises:
         ConfigError: the engine refuses all plans; or a name, precision or size is unknown.
@@ -196,7 +196,7 @@ class SearchResult:
 
     Attributes:
         fitting: the fastest run of each plan that fits, with and without recomputation; the fastest first.
-        slower: runs that fit but were not timed, since their compute alone takes longer than the fastest run. Runs
+        slower: runs that fit but were not timed, since their lower bound of time exceeds the fastest run. Runs
             with tensor, sequence or pipe ranks are not listed here.
         misfits: for each plan that does not fit, its run with the least memory; least first. If any run fits, only
             plans without tensor, sequence and pipe ranks.
@@ -216,7 +216,7 @@ def search_runs(
     every: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Return the runs that fit, the fastest first, and those that do not.
+    """Return the runs that fit, the fastest first, and the runs that do not.
 
     Args:
         job: model, cluster and batch.

@@ -34,7 +34,7 @@ _SETTLED = 12
 
 @dataclass(frozen=True)
 class _ReductionStage:
-    """Hold one collective of a reduction, as moves: those that start it, and those when the reduction advances."""
+    """Hold one collective of a reduction: the moves that start it, and the moves when the reduction advances."""
 
     unit: int
     begins: tuple[Move, ...]
@@ -143,7 +143,7 @@ def _list_reduction_stages(kind: FlatKind, unit: int, boundary: bool, wire: Step
 
 
 def _defers_boundary(kind: FlatKind) -> bool:
-    """Return whether R3 waits for the step, so that no end of a pipeline delays the passes of the other end."""
+    """Return whether R3 waits for the step, so that neither end of a pipeline delays the passes at the opposite end."""
     return kind.plan.tied and kind.mesh.pipe > 1
 
 

@@ -41,7 +41,7 @@ class _ChunkSize:
         numel: elements.
         sections: bytes by ring section.
         fetched: bytes of parameters copied to the host.
-        filed, read: bytes of the parameters' extent on NVMe, and those that the update reads.
+        filed, read: bytes of the parameters' extent on NVMe, and the bytes of it that the update reads.
     """
 
     numel: int

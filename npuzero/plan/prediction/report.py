@@ -65,7 +65,7 @@ class Report:
         return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
 
     def with_more(self, verb: str, axis: str, nbytes: int) -> Report:
-        """Return a copy with ``nbytes`` added to those that ``verb`` sends along ``axis``."""
+        """Return a copy with ``nbytes`` more for ``verb`` along ``axis``."""
         if not nbytes:
             return self
         sent = {**self.bytes_sent, verb: self.bytes_sent.get(verb, 0) + nbytes}

@@ -43,7 +43,7 @@ from npuzero.plan.table.step_moves import (
     record_moves,
 )
 
-#: Numbers in each step's vote next to those of the parameters, one bit each: ranks detect if they follow different
+#: Numbers in each step's vote in addition to one per parameter, one bit each: ranks detect if they follow different
 #: rules.
 DIGEST_BITS = 32
 
@@ -67,7 +67,7 @@ class StepSpec:
             the root, and none in another unit.
         parts: of a divided model, such as pipeline stages: the indices of each part's units, including the root; ():
             one part.
-        acts: the passes of the parts in order: index of the part, and whether it is a backward pass; those of one part
+        acts: the passes of the parts in order: index of the part, and whether it is a backward pass; passes of one part
             in the order of their micro-batches. (): ``micro_batches`` of the full model, one after another.
     """
 
@@ -105,8 +105,8 @@ class _StepWriter:
         self._whole = UnitPart(units, self._spans)
         self._parts = [UnitPart([units[i] for i in each], self._spans) for each in step.parts] or [self._whole]
         self._reductions = ReductionWriter(self._moves, step.overlaps_gradients)
-        # Offloaded units whose update overlaps the next forward, and all units after them: R4 starts where it is
-        # awaited.
+        # Offloaded units whose update overlaps the next forward, and all units after them: R4 starts when
+        # the next forward waits for it.
         late = step.overlaps_parameters and not plan.lag and any(unit.far for unit in units)
         first = next((i for i, unit in enumerate(units) if unit.far), 0)
         self._late = units[first:] if late else []
@@ -294,7 +294,7 @@ class _StepWriter:
         self._reductions.reduce_tied(self._units[0])
         owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
-            # Besides the parameters: whether a program dropped gradients, whether it wrote into parameters, whether
+            # Votes in addition to the parameters: whether a program dropped gradients or wrote into parameters, whether
             # data ranks have the same batch, and the digest.
             votes = self._step.trainable_parameters + 3 + DIGEST_BITS
             self._control(CollectivePurpose.VOTE, STAGE, 4 * votes)

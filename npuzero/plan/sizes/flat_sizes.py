@@ -20,7 +20,7 @@ class FlatSize:
     """Describe the size of one flat parameter.
 
     Attributes:
-        unit: index of its unit in order of execution; the root unit is 0, since it contains the others.
+        unit: index of its unit in order of execution; the root unit is 0, since all others are nested in it.
         numel: elements, with padding.
         dtype: dtype of the parameters.
         trainable: frozen flat parameters have neither gradients nor states.
@@ -40,7 +40,7 @@ class HeldParameters:
 
     Attributes:
         more: whether it is more than the shard stored between steps.
-        axes: axes it is sharded over, and gathered over; if ``more`` is false, those of the stored parameters.
+        axes: axes it is sharded over, and gathered over; if ``more`` is false, the axes of the stored parameters.
         copy: its buffer; None if ``more`` is false, or if the parameters stay unsharded.
     """
 
@@ -59,9 +59,9 @@ class ReductionLevels:
     """Hold the collectives that sum gradients, level by level.
 
     Attributes:
-        scatter: those of R2.
-        deepen: those of R3's reduce-scatter over the axes that shard states further.
-        spread: those of R3's sum over the axes that replicate states.
+        scatter: R2.
+        deepen: R3's reduce-scatter over the axes that shard states further.
+        spread: R3's sum over the axes that replicate states.
         residuals: elements of stored rounding errors (error feedback).
     """
 

@@ -73,7 +73,7 @@ def divide_shards(shards: Iterable[tuple[int, int, int]], chunk_bytes: int) -> I
 
 
 class RingSections(NamedTuple):
-    """Hold the bytes of offloaded elements in each section of a host ring; those of a chunk add up.
+    """Hold the bytes of offloaded elements in each section of a host ring; the pieces of a chunk add up.
 
     Attributes:
         gradients: gradients stored on the device; gradients on the host are read in place.

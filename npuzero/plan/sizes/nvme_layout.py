@@ -51,7 +51,7 @@ class NvmeLayout:
             self.rings.append((StepBuffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), slots))
 
     def _chunks(self, flats: Sequence[tuple[FlatKind, int, int]], chunk_bytes: int, frozen: bool) -> Iterator[int]:
-        """Yield the bytes on NVMe of each chunk: those of the update, or those of frozen parameters."""
+        """Yield the bytes on NVMe of each chunk of the update, or of the frozen parameters."""
         # Chunks follow the bytes of states, as in the update, so that one extent serves both; frozen parameters have no
         # states and are divided by their own bytes.
         if frozen:

@@ -69,7 +69,7 @@ class MeshShape:
         return {}
 
     def sizes(self, axes: Axes) -> dict[str, int]:
-        """Return the sizes of those of ``axes`` with several ranks, by name and in this order."""
+        """Return the sizes of ``axes`` by name and in this order, without axes of one rank."""
         return {axis: size for axis in axes if (size := self.size((axis,))) > 1}
 
     def index(self, axes: Axes, rank: int) -> int:

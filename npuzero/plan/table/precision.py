@@ -65,7 +65,7 @@ class Precision:
         wires: communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. ``"int8"`` or
             ``"int4"``: quantized to 8 or 4 bits, in blocks that share a scale, and summed in float32 (ZeRO++'s qgZ). Or
             a mapping by data axis such as ``{"node": "int4", "local": torch.bfloat16}``, stored as pairs: missing
-            axes use the parameters' dtype. A sum over several axes then runs one axis after the other.
+            axes use the parameters' dtype. A sum over several axes then runs axis by axis.
         accumulation: dtype of gradient sums over ranks and over micro-batches.
         masters: master weights of parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with
             the same results; ``"none"``, only the parameters themselves, rounded stochastically.

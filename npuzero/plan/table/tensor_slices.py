@@ -101,7 +101,7 @@ class Cut:
             )
 
     def shape(self, whole: Sequence[int], n: int) -> torch.Size:
-        """Return the shape of each of ``n`` parts of a tensor of shape ``whole``."""
+        """Return the shape of one of ``n`` parts of a tensor; ``whole`` is the tensor's shape."""
         return torch.Size((*whole[: self.dim], -(-whole[self.dim] // n), *whole[self.dim + 1 :]))
 
     def pieces(self, whole: Sequence[int], n: int, index: int) -> list[tuple[int, int]]:
@@ -200,6 +200,7 @@ class TensorPortion:
         row = self.whole[dim:].numel()
         if not rows * row:
             return
+        # Only dimension 0 may be cut unevenly: here each part has an equal share of every block of rows.
         if rows > 1 and row <= limit and self.count > 1:
             step = limit // row
             for first in range(0, rows, step):

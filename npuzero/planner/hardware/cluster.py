@@ -1,4 +1,4 @@
-"""Clusters: what devices reach, and what lies between them; each number with its source."""
+"""Clusters: rates of devices and of the links between them; each number with its source."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, TypeGuard
 from npuzero.config import check_keys, read_json
 from npuzero.errors import ConfigError, did_you_mean
 
-#: Between what a link is: devices of a node, nodes, a device and its host's memory, a rank and its disk.
+#: Levels of links: between devices of a node, between nodes, device to host memory, and a rank's disk.
 LEVELS = ("local", "node", "host", "disk_read", "disk_write")
-#: Where the clusters are that come with the package, a file each.
+#: Folder of the clusters in the package, one file each.
 _FOLDER = Path(__file__).with_name("clusters")
 _MEASURE = "Measure it with `npuzero bench cluster`."
-#: ``64xa100-80g/4``: devices in all, what they are, devices of a node.
+#: ``64xa100-80g/4``: total devices, the kind of device, devices per node.
 _NAMED = re.compile(r"(?:(?P<ranks>\d+)x)?(?P<name>[^/]+?)(?:/(?P<local>\d+))?")
 
 
 def _check_number(subject: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
-    """Raise ConfigError unless ``value`` is a finite number from ``least`` on and up to ``most``."""
+    """Raise ConfigError unless ``value`` is a finite number between ``least`` and ``most``."""
     if not _is_finite_number(value) or not least <= value <= most:
         bound = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
         raise ConfigError(subject, expected=f"a number {bound}", got=repr(value), do=_MEASURE)
@@ -38,12 +38,12 @@ def _check_rate(subject: str, value: object, most: float = math.inf) -> None:
 
 
 def _is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether it is a finite number; True is none."""
+    """Return whether ``value`` is a finite number; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_whole_number(subject: str, value: object, least: int = 1) -> None:
-    """Raise ConfigError unless ``value`` is an int from ``least`` on."""
+    """Raise ConfigError unless ``value`` is an int of at least ``least``."""
     if type(value) is not int or value < least:
         raise ConfigError(
             subject, expected=f"a whole number from {least} on", got=repr(value), do="Count devices and bytes."
@@ -52,16 +52,16 @@ def _check_whole_number(subject: str, value: object, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """Describe what carries bytes between two ranks, or two memories of one.
+    """Describe a link between two ranks, or between two memories of one rank.
 
     Attributes:
-        bytes_per_s: of one rank, each way, as its collectives sustain it.
-        latency_s: of one message.
-        peers: among how many others a rank's bytes_per_s are divided, each with a wire of its own, as in a full mesh
-            without a switch: a group of n ranks then has (n - 1) / peers of it. 0: any group has all of it.
+        bytes_per_s: sustained bandwidth of one rank in collectives, each way.
+        latency_s: latency of one message.
+        peers: number of peers that bytes_per_s is divided among, each with a separate wire, as in a full mesh without a
+            switch: a group of n ranks then has (n - 1) / peers of it. 0: every group has all of it.
 
     Raises:
-        ConfigError: a bandwidth that is not above 0, a latency below 0, neither finite.
+        ConfigError: a bandwidth that is not above 0, a latency below 0, or a number that is not finite.
     """
 
     bytes_per_s: float
@@ -74,20 +74,20 @@ class LinkSpec:
         _check_whole_number("Link.peers", self.peers, 0)
 
     def among(self, ranks: int) -> float:
-        """Return the bytes a second that one of a group of so many ranks sends."""
+        """Return the bytes per second that each rank of a group of ``ranks`` sends."""
         return self.bytes_per_s * min(1.0, (ranks - 1) / self.peers) if self.peers and ranks > 1 else self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class DevicePace:
-    """Describe how a device trains in one dtype, where that was measured rather than taken from its peak.
+    """Describe measured rates of a device in one dtype, instead of those derived from its peak.
 
     Attributes:
-        sustained: the part of the peak that products of many tokens reach in training.
-        ramp_tokens: so many tokens more a pass takes, whatever its own number: weights are read and packed, and their
-            gradients written, for few tokens as for many.
-        bytes_per_s: read and written together, of the element-wise work of models: on a CPU less than its memory
-            sustains, since values are also computed.
+        sustained: fraction of the peak that products of many tokens reach in training.
+        ramp_tokens: constant cost of a pass in tokens: weights are read and packed, and their gradients written, for
+            few tokens as for many.
+        bytes_per_s: bytes per second, reads plus writes, of a model's element-wise work: on a CPU less than memory
+            bandwidth, since it is partly compute-bound.
 
     Raises:
         ConfigError: a number out of its range.
@@ -105,17 +105,17 @@ class DevicePace:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Describe one device: a rank's.
+    """Describe the device of a rank.
 
     Attributes:
-        flops: peak of matrix products a second, by dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``.
-        sustained: the part of the peak that large products reach in training.
-        memory_bytes: that programs can have.
-        memory_bytes_per_s: of its memory, read and written together, as element-wise work sustains it.
-        paces: by dtype, how it trains, where that was measured.
+        flops: peak FLOPs per second of matrix products, by dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``.
+        sustained: fraction of the peak that large products reach in training.
+        memory_bytes: memory available to programs.
+        memory_bytes_per_s: sustained memory bandwidth of element-wise work, reads plus writes.
+        paces: measured rates, by dtype.
 
     Raises:
-        ConfigError: a number that is not above 0 or not finite, or a dtype that nothing computes in.
+        ConfigError: a number that is not above 0 or not finite, or an unsupported dtype.
     """
 
     flops: Mapping[str, float]
@@ -136,14 +136,14 @@ class DeviceSpec:
         check_keys("Device.paces", self.paces, self.flops)
 
     def pace(self, dtype: str) -> DevicePace:
-        """Return how the device trains in ``dtype``: as measured, or as all of its numbers say."""
+        """Return the rates of the device in ``dtype``: measured ones, else those derived from its peak."""
         return self.paces.get(dtype) or DevicePace(self.sustained, 0.0, self.memory_bytes_per_s)
 
     def flops_per_s(self, dtype: str) -> float:
-        """Return what large products in ``dtype`` reach a second in training.
+        """Return the FLOPs per second that large products in ``dtype`` reach in training.
 
         Raises:
-            ConfigError: the device's peak in this dtype is not known.
+            ConfigError: the device's peak in this dtype is unknown.
         """
         check_keys("Device.flops", (dtype,), self.flops)
         return self.flops[dtype] * self.pace(dtype).sustained
@@ -154,18 +154,18 @@ class Cluster:
     """Describe nodes of equal devices.
 
     Attributes:
-        name: such as ``910b-64g``.
-        ranks: devices in all.
-        local: devices of one node.
+        name: name, such as ``910b-64g``.
+        ranks: total number of devices.
+        local: devices per node.
         links: by level: ``"local"`` within a node, ``"node"`` between nodes, ``"host"`` between a device and its host's
             memory, ``"disk_read"`` and ``"disk_write"`` of a rank.
-        host_memory_bytes: of a rank's part of its host.
-        contention: the part of the shorter of two things that run side by side by which they take longer than the
-            longer one alone.
-        sources: where each number is from, by its path such as ``"links.node.bytes_per_s"``.
+        host_memory_bytes: host memory per rank.
+        contention: slowdown of overlapping work: the fraction of the shorter duration by which both together take
+            longer than the longer one alone.
+        sources: source of each number, by its path such as ``"links.node.bytes_per_s"``.
 
     Raises:
-        ConfigError: nodes that are not whole, a level that is missing or unknown, a number out of its range.
+        ConfigError: an incomplete node, a missing or unknown level, or a number out of its range.
 
     Example::
 
@@ -217,7 +217,7 @@ class Cluster:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Return the clusters that come with the package."""
+        """Return the names of the clusters in the package."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @classmethod
@@ -225,17 +225,18 @@ class Cluster:
         """Return a cluster by its name.
 
         Args:
-            spec: ``[devices]x[name]/[devices of a node]``: ``910b-64g`` is one node, ``64x910b-64g`` are eight,
-                ``64x910b-64g/4`` sixteen of four; or the path of a JSON file, one that ends in ``.json``.
+            spec: ``[devices]x[name]/[devices per node]``: ``910b-64g`` is one node, ``64x910b-64g`` are eight,
+                ``64x910b-64g/4`` sixteen of four; or the path of a JSON file that ends in ``.json``.
 
         Raises:
-            ConfigError: unknown, with the nearest name, or nodes that are not whole.
+            ConfigError: an unknown name, with the nearest known one, or an incomplete node.
         """
         if spec.endswith(".json"):
             return cls.load(spec)
         match = _NAMED.fullmatch(spec)
         name, known = (match["name"] if match else spec), cls.names()
         if match is None or name not in known:
+            # A name without its memory size ("a100") is a common slip: suggest the full name for it.
             spellings = {spelling: each for each in known for spelling in (each.partition("-")[0], each)}
             raise ConfigError(
                 f"cluster {spec!r}",
@@ -251,15 +252,15 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster from a JSON file, such as `npuzero bench cluster` writes.
+        """Read a cluster from a JSON file in the format of `npuzero bench cluster`.
 
         Raises:
-            ConfigError: no such file, no JSON, a key that is unknown or missing, a number out of its range.
+            ConfigError: no such file, not JSON, an unknown or missing key, or a number out of its range.
         """
         return _parse_cluster(os.fspath(path), read_json(path))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as :meth:`load` reads it."""
+        """Return the cluster in the format that :meth:`load` reads."""
         links = {
             level: {key: value for key, value in vars(link).items() if value} for level, link in self.links.items()
         }
@@ -268,24 +269,24 @@ class Cluster:
         return {**vars(self), "device": device, "links": links, "sources": dict(self.sources)}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the cluster as JSON."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def with_ranks(self, ranks: int, local: int | None = None) -> Cluster:
-        """Return as many of its devices.
+        """Return a cluster of the same kind with ``ranks`` devices.
 
         Args:
-            ranks: in all.
-            local: devices of a node; None: as it has, or all where they are fewer.
+            ranks: total number of devices.
+            local: devices per node; None: as before, or all if there are fewer.
 
         Raises:
-            ConfigError: nodes that are not whole.
+            ConfigError: an incomplete node.
         """
         _check_whole_number("Cluster.ranks", ranks)
         return replace(self, ranks=ranks, local=min(self.local, ranks) if local is None else local)
 
     def with_link(self, level: str, *, bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
-        """Return it with another bandwidth or latency, or both, of one of :data:`LEVELS`.
+        """Return the cluster with another bandwidth or latency, or both, of one of :data:`LEVELS`.
 
         Raises:
             ConfigError: an unknown level, or a number out of its range.
@@ -300,13 +301,13 @@ class Cluster:
 
 
 def _format_multiples_near(ranks: int, local: int) -> str:
-    """Return the multiples of ``local`` beside ``ranks``, in words."""
+    """Return the multiples of ``local`` nearest to ``ranks``, as text."""
     below = ranks // local * local
     return f"{below} or {below + local}" if below else str(local)
 
 
 def _parse_cluster(subject: str, data: Mapping[str, Any]) -> Cluster:
-    """Make a cluster of what its file has."""
+    """Make a cluster from the contents of its file."""
     _check_record(subject, data, fields(Cluster), optional=("ranks", "host_memory_bytes", "contention", "sources"))
     device, links = (
         _check_json_object(f"{subject}: device", data["device"]),
@@ -345,7 +346,7 @@ def _check_json_object(subject: str, value: object) -> Mapping[str, Any]:
 
 
 def _check_record(subject: str, data: Mapping[str, Any], known: Iterable[Any], optional: Iterable[str] = ()) -> None:
-    """Raise ConfigError for a key that is not a field's name, or a field that is missing."""
+    """Raise ConfigError for a key that is not a field's name, or a missing field."""
     names = [each.name for each in known]
     check_keys(subject, data, names)
     for name in names:

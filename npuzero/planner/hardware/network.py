@@ -1,15 +1,15 @@
-"""What a collective costs: bytes and seconds by level, within a node and between nodes.
+"""Cost of a collective: bytes and seconds by level, within a node and between nodes.
 
-Libraries of collectives build rings and trees that know nodes: of a ring over all ranks of n nodes, neighbours on one
-node are neighbours in the ring, and it crosses between nodes n times. With L ranks a node it is L rings side by side,
-each with its part of the bytes, which leave the node at another rank. So of the bytes that a rank sends in all, one in
-L goes between nodes, whatever axes the ranks lie along. Both levels are busy at the same time::
+Collective libraries build rings and trees that follow the nodes: in a ring over all ranks of n nodes, neighbours on a
+node are neighbours in the ring, and it crosses between nodes n times. With L ranks per node there are L parallel rings,
+each with a part of the bytes, which leave the node at different ranks. So one in L bytes that a rank sends goes between
+nodes, independent of the axes of the ranks. Both levels are busy at the same time::
 
     seconds = latency of the steps one after another + max over levels(bytes of a rank / bytes_per_s of a rank)
 
-A report (:attr:`npuzero.plan.Report.sent_along`) tells bytes by axis instead, as if each axis had a collective of its
-own, the inner one first; :func:`level_bytes` adds these up by level. Either way the sum of the levels is what
-:func:`npuzero.predict` says.
+A report (:attr:`npuzero.plan.Report.sent_along`) counts bytes by axis instead, as if each axis had a separate
+collective, the inner one first; :func:`level_bytes` adds these up by level. In both cases the sum over levels equals
+the bytes of :func:`npuzero.predict`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from npuzero.plan.prediction.predict import iter_collectives
 from npuzero.plan.table.step_moves import Move
 from npuzero.planner.hardware.cluster import Cluster
 
-#: How often a verb's ring goes around, less one step.
+#: Number of rounds of a verb's ring, less one step.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 2}
-#: Verbs that a tree may carry, in as many messages as it is deep. (NCCL's broadcast is a ring alone.)
+#: Verbs that may use a tree, with as many messages as its depth. (NCCL's broadcast is only a ring.)
 _TREES = {"all_reduce": 2, "barrier": 2}
 VERBS = (*_ROUNDS, "all_to_all", "send")
 
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Describe where the ranks of a group are.
+    """Describe how the ranks of a group are distributed over nodes.
 
     Attributes:
-        size: ranks.
-        within: how many of them one node has; of unlike nodes, the fewest.
+        size: number of ranks.
+        within: ranks per node; the smallest number if nodes differ.
     """
 
     size: int
@@ -49,16 +49,16 @@ class GroupPlacement:
 
 
 def find_group_placement(cluster: Cluster, mesh: MeshShape, axes: Axes) -> GroupPlacement:
-    """Return how the ranks along ``axes`` lie on nodes, which have ranks in their order, ``cluster.local`` each.
+    """Return the distribution over nodes of the ranks along ``axes``; nodes have ``cluster.local`` consecutive ranks.
 
     Example::
 
         from npuzero import MeshShape
         from npuzero.planner import Cluster
-        from npuzero.planner.hardware.network import group_of
+        from npuzero.planner.hardware.network import find_group_placement
 
         mesh = MeshShape(node=4, local=8, tensor=2)
-        print(group_of(Cluster.named("64xa100-80g"), mesh, ("node", "local")))  # 32 ranks, 4 on each node
+        print(find_group_placement(Cluster.named("64xa100-80g"), mesh, ("node", "local")))  # 32 ranks, 4 on each node
     """
     size = mesh.size(axes)
     if mesh.world <= cluster.local:
@@ -82,11 +82,11 @@ def _stride(mesh: MeshShape, axis: str) -> int:
 def collective_bytes(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, nbytes: int) -> dict[str, int]:
     """Return the bytes that one rank sends for one collective, by level: ``"local"`` and ``"node"``.
 
-    Together they are :func:`npuzero.plan.ring_bytes`. Levels without any are left out.
+    They add up to :func:`npuzero.plan.ring_bytes`. Levels without traffic are left out.
 
     Args:
         verb, nbytes: as for :func:`~npuzero.plan.ring_bytes`.
-        axes: along which its ranks lie; of a send, along which it goes.
+        axes: axes of the group; of a send, the axis along which it goes.
 
     Raises:
         ConfigError: an unknown verb.
@@ -98,7 +98,7 @@ def collective_bytes(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, n
         between = 0
     elif verb == "send":
         between = total
-    elif verb == "all_to_all":  # to each rank of other nodes its part
+    elif verb == "all_to_all":  # sends each rank of other nodes its part
         between = total * (group.size - group.within) // (group.size - 1)
     else:
         between = -(-total // group.within)
@@ -106,9 +106,9 @@ def collective_bytes(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, n
 
 
 def collective_s(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, nbytes: int) -> float:
-    """Return the seconds of one collective: 0 of a group of one rank.
+    """Return the seconds of one collective; 0 for a group of one rank.
 
-    A ring, or where that is faster a tree, which sends a whole result in fewer steps.
+    The faster of a ring and, where supported, a tree, which sends the full result in fewer steps.
 
     Args:
         verb, axes, nbytes: as for :func:`collective_bytes`.
@@ -137,10 +137,10 @@ def collective_s(cluster: Cluster, mesh: MeshShape, verb: str, axes: Axes, nbyte
 
 
 def step_bytes_by_level(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move]) -> dict[str, int]:
-    """Return the bytes that one rank sends in a step, by level, the engine's own among them.
+    """Return the bytes that one rank sends in a step, by level, control traffic included.
 
     Args:
-        moves: the step: :func:`npuzero.plan.steady_step`.
+        moves: moves of the step, from :func:`npuzero.plan.steady_step`.
     """
     levels = {"local": 0, "node": 0}
     for collective, times in iter_collectives(moves):
@@ -150,10 +150,10 @@ def step_bytes_by_level(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move]
 
 
 def level_bytes(along: Mapping[str, Mapping[str, int]], mesh: MeshShape, cluster: Cluster) -> dict[str, int]:
-    """Return the bytes of a step that go within a node and between nodes, of those that a report counts by axis.
+    """Return the bytes of a step within a node and between nodes, from a report's bytes by axis.
 
     Args:
-        along: :attr:`npuzero.plan.Report.sent_along`, or the like. The engine's own, ``control``, are not among them.
+        along: :attr:`npuzero.plan.Report.sent_along`, or similar. ``control`` traffic is not included.
     """
     levels = {"local": 0, "node": 0}
     for axis, verbs in along.items():
@@ -180,15 +180,16 @@ def _latency_s(cluster: Cluster, verb: str, group: GroupPlacement) -> float:
     local, node = (cluster.links[level].latency_s if level in cluster.links else 0.0 for level in ("local", "node"))
     if verb == "send":
         return node if group.nodes > 1 else local
-    if verb == "broadcast":  # a chunk from rank to rank; as NCCL counts it (2.27, src/graph/tuning.cc), none is nearer
+    # Chunks go from rank to rank. NCCL (2.27, src/graph/tuning.cc) counts each hop at the outer level.
+    if verb == "broadcast":
         return (group.size - 1) * (node if group.nodes > 1 else local)
-    if verb == "all_to_all":  # each rank sends to each, one after another
+    if verb == "all_to_all":  # each rank sends to each, in turn
         return (group.within - 1) * local + (group.size - group.within) * node
     return _ROUNDS[verb] * ((group.size - group.nodes) * local + (group.nodes - 1) * node)
 
 
 def _busy_s(cluster: Cluster, sent: Mapping[str, int], ranks: int) -> float:
-    """Return how long the busier level sends these bytes of a rank, on a node to ``ranks`` less one others."""
+    """Return the seconds of the busier level for these bytes of a rank; ``ranks``: ranks of the group on a node."""
     seconds = 0.0
     for level, nbytes in sent.items():
         link = cluster.links[level]
@@ -197,7 +198,7 @@ def _busy_s(cluster: Cluster, sent: Mapping[str, int], ranks: int) -> float:
 
 
 def _tree_s(cluster: Cluster, verb: str, group: GroupPlacement, nbytes: int) -> float:
-    """Return the seconds of a binary tree over the nodes, and a chain on each, in which chunks follow each other."""
+    """Return the seconds of a binary tree over the nodes and a chain within each, with pipelined chunks."""
     rounds = _TREES[verb]
     depth = math.ceil(math.log2(group.nodes)), min(group.within, group.size) - 1
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""Have meta keep what a device's kernels keep for backward, where it would decompose what they fuse."""
+"""Make the meta device save for backward the same tensors as a device's fused kernels, which meta would decompose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class DeviceKernels(TorchFunctionMode):
     """Choose the kernels of attention, dropout and norms as a device does.
 
     Args:
-        plain: attention keeps its scores.
-        cpu: as the CPU, whose kernels are fused less.
+        plain: whether attention keeps its scores.
+        cpu: choose as the CPU, which has fewer fused kernels.
     """
 
     def __init__(self, plain: bool, cpu: bool) -> None:
@@ -48,7 +48,7 @@ class DeviceKernels(TorchFunctionMode):
             out, _ = _ATEN._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        else:  # beside its inputs it keeps its output and a number a row; for dropout, a seed
+        else:  # saves inputs, output and one number per row; dropout: a seed
             out, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
             )
@@ -56,14 +56,14 @@ class DeviceKernels(TorchFunctionMode):
 
 
 def _native_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep a mask of a byte an element."""
+    """Apply dropout that saves a mask of one byte per element."""
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 def _call_fused_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Keep its input and a number a row."""
+    """Compute the norm by the fused kernel, which saves its input and one number per row."""
     least = torch.finfo(input.dtype).eps if eps is None else eps
     out: Tensor = _ATEN._fused_rms_norm(input, list(normalized_shape), weight, least)[0]
     return out

@@ -1,4 +1,4 @@
-"""Axes beside ZeRO's own: what a rank's units compute along them, what their layers send, and a pipeline's stages."""
+"""Tensor, sequence and pipeline axes: compute of a rank's units, traffic of their layers, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from npuzero.shard.layout.find_units import discover_units
 def arrange_mesh(
     ranks: int, host: int, *, tensor: int = 1, sequence: int = 1, pipe: int = 1, pod: int = 1
 ) -> MeshShape:
-    """Return the sizes of the axes as :func:`npuzero.mesh` arranges ``ranks``, of which ``host`` share a host each.
+    """Return the sizes of the axes as :func:`npuzero.mesh` arranges ``ranks``, with ``host`` ranks per host.
 
     Raises:
-        ConfigError: they do not multiply to the ranks.
+        ConfigError: the sizes do not multiply to the ranks.
     """
     stage = count_axis_groups(PIPE, pipe, ranks, ranks)
     data = count_axis_groups(TENSOR, tensor, stage, ranks)
@@ -48,7 +48,7 @@ def divide_model_shape(model: ModelShape, ranks: int, mode: str = "mtp") -> Mode
     """Return the model with its parameters cut over tensor ranks, as :func:`npuzero.parallel.tensor` cuts them.
 
     Raises:
-        ConfigError: its layers or heads cannot be divided, or how that is done is not known.
+        ConfigError: its layers or heads cannot be divided, or no rules for that are known.
     """
     if ranks == 1:
         return model
@@ -75,28 +75,28 @@ def _unknown_division_error(model: ModelShape, axis: str, ranks: int, got: str, 
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Hold what the layers of a model send for each token of a rank's micro-batch, forward and backward together.
+    """Hold the collectives of a model's layers for each token of a rank's micro-batch, forward and backward together.
 
     Attributes:
-        sent: by unit, of each collective its verb, its axes, and the features of a token.
+        sent: by unit, for each collective its verb, its axes, and the features per token.
     """
 
     sent: tuple[tuple[tuple[str, Axes, int], ...], ...]
 
     @staticmethod
     def of(model: ModelShape, mesh: MeshShape) -> LayerTraffic:
-        """Return what layers of ``model`` send along ``mesh``.
+        """Return the collectives of ``model``'s layers along ``mesh``.
 
         Args:
-            model: :func:`divide_model_shape` over the tensor ranks.
+            model: a model divided over the tensor ranks by :func:`divide_model_shape`.
 
         Raises:
-            ConfigError: a model that is not, or whose heads sequence ranks do not divide.
+            ConfigError: the model is not divided, or sequence ranks do not divide its heads.
         """
         return _build_layer_traffic(model, mesh.tensor, mesh.sequence)
 
     def nbytes(self, mesh: MeshShape, itemsize: int, tokens: int, micro_batches: int = 1) -> dict[str, dict[str, int]]:
-        """Return by axis and collective the bytes that one rank sends for so many tokens in each micro-batch."""
+        """Return by axis and collective the bytes that one rank sends for ``tokens`` tokens in each micro-batch."""
         found: dict[str, Counter[str]] = {}
         for verb, (axis,), features in (each for unit in self.sent for each in unit):
             sent = ring_bytes(verb, tokens * features * itemsize, mesh.size((axis,)))
@@ -104,8 +104,9 @@ class LayerTraffic:
         return {axis: dict(verbs) for axis, verbs in found.items()}
 
     def seconds(self, cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int) -> tuple[float, ...]:
-        """Return by unit how long they take for so many tokens of a rank, forward and backward together; compute waits
-        for all of it.
+        """Return by unit the seconds of its collectives for ``tokens`` tokens of a rank, forward and backward together.
+
+        Compute waits for all of them.
         """
         itemsize = plan.precision.parameter_of(torch.float32).itemsize
         known: dict[tuple[str, Axes, int], float] = {}
@@ -146,7 +147,7 @@ def _iter_axis_collectives(
 
 
 def _find_unit_index(path: str, names: Sequence[str]) -> int:
-    """Return the index of the innermost unit that the module at ``path`` is of: the root's is 0."""
+    """Return the index of the innermost unit that contains the module at ``path``; the root's is 0."""
     inside = [i for i, name in enumerate(names) if i and f"{path}.".startswith(f"{name}.")]
     return max(inside, key=lambda i: len(names[i]), default=0)
 
@@ -154,9 +155,11 @@ def _find_unit_index(path: str, names: Sequence[str]) -> int:
 def iter_region_collectives(
     module: nn.Module, division: TensorDivision, mode: ActivationMode
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the collectives of :mod:`npuzero.parallel.tensor_parallel.collectives_around` in one forward and backward:
-    the module that has them, the verb, and the features of each token.
+    """Yield the collectives of one forward and backward: the module, the verb, and the features per token.
+
+    The collectives are implemented in :mod:`npuzero.parallel.tensor_parallel.collectives_around`.
     """
+    # Layers that read the same input share its collective: one per distinct width, not one per layer.
     for around, paths in division.regions.items():
         for sliced, features in {(division.in_stack(path), get_linear(module, path).in_features) for path in paths}:
             verbs = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
@@ -173,7 +176,7 @@ def iter_region_collectives(
             yield path, "all_gather", linear.in_features
     for path in division.of(RuleKind.VOCABULARY):
         yield path, "all_reduce", module.get_parameter(f"{path}.weight").shape[1]
-    if division.stack is not None:  # into slices before the first block, whole again behind the last
+    if division.stack is not None:  # to slices before the first block, unsharded after the last
         width = next(
             get_linear(module, path).in_features for path in division.of(RuleKind.COLUMNS) if division.in_stack(path)
         )
@@ -181,8 +184,9 @@ def iter_region_collectives(
 
 
 def iter_attention_swaps(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, str, int]]:
-    """Yield the swaps of :mod:`npuzero.parallel.sequence_parallel.slices` in one forward and backward, as
-    :func:`iter_region_collectives`.
+    """Yield the all-to-alls of :mod:`npuzero.parallel.sequence_parallel.slices` in one forward and backward.
+
+    The format is that of :func:`iter_region_collectives`.
     """
     for path, each in module.named_modules():
         queries, keys = (count // tensor for count in head_counts(each))
@@ -194,10 +198,10 @@ def iter_attention_swaps(module: nn.Module, tensor: int, ranks: int) -> Iterator
 
 
 def divide_workload(work: ModelWorkload, model: ModelShape, mesh: MeshShape) -> ModelWorkload:
-    """Return the work as one of the tensor and sequence ranks has it.
+    """Return the work of one of the tensor and sequence ranks.
 
-    Products are divided by both; of element-wise work tensor ranks divide what lies between their layers, as of
-    activations (Korthikanti et al., arXiv:2205.05198, equation 2: 24 of 34 bytes), sequence ranks all.
+    Both divide products. Of element-wise work, tensor ranks divide the part between their layers, as for activations
+    (Korthikanti et al., arXiv:2205.05198, equation 2: 24 of 34 bytes), sequence ranks all of it.
     """
     t, q = mesh.tensor, mesh.sequence
     if t == q == 1:
@@ -218,7 +222,7 @@ def divide_workload(work: ModelWorkload, model: ModelShape, mesh: MeshShape) -> 
 
 @lru_cache(maxsize=64)
 def slowest_stage_shape(model: ModelShape, ranks: int) -> ModelShape:
-    """Return the slowest stage of a pipeline: as many blocks as any has, and beside them all that is around the blocks.
+    """Return the slowest stage of a pipeline: the largest number of blocks of any stage, and all parts outside blocks.
 
     Raises:
         ConfigError: fewer blocks than stages, or tiles.
@@ -237,6 +241,6 @@ def slowest_stage_shape(model: ModelShape, ranks: int) -> ModelShape:
 
 
 def stage_exchange_s(cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int, width: int) -> float:
-    """Return the seconds in which a micro-batch's activations go from one stage to the next."""
+    """Return the seconds to send a micro-batch's activations from one stage to the next."""
     itemsize = plan.precision.parameter_of(torch.float32).itemsize
     return collective_s(cluster, mesh, "send", (PIPE,), tokens * width * itemsize) if mesh.pipe > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Run the modules of a decoder that was counted here as its class runs: to count what it computes and keeps."""
+"""Forward pass of a decoder built by npuzero, to measure its compute and activations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from npuzero.parallel.tensor_parallel.attention_heads import HEAD_SIZE
 
-#: What heads are as wide as in most models, and what is wider than those of any.
+#: Usual width of a head, and a width above that of any model.
 _HEAD, _TOO_WIDE = 128, 512
 
 
 class LlamaDecoder(nn.Module):
-    """Run a decoder of Llama's plan on the modules of :func:`npuzero.planner.models.modules.build_decoder_modules`:
+    """Run a decoder of Llama's architecture on modules of :func:`npuzero.planner.models.modules.build_decoder_modules`.
+
     int64[B, T] -> logits [B, T, V].
     """
 
@@ -35,7 +36,7 @@ class LlamaDecoder(nn.Module):
 
 
 class _LlamaBlock(nn.Module):
-    """Run attention and a gated feed-forward layer, each behind a norm and beside the residual."""
+    """Run attention and a gated feed-forward layer, each after a norm and with a residual."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -68,13 +69,13 @@ class _LlamaBlock(nn.Module):
 
 
 def _head_size(attention: nn.Module) -> int:
-    """Return the width of a head; a model that is given by its size alone has a head for each tensor rank, no more."""
+    """Return the width of a head; a model given only by its size has just one head per tensor rank, so it is split."""
     head = int(vars(attention)[HEAD_SIZE[0]])
     return _HEAD if head > _TOO_WIDE and head % _HEAD == 0 else head
 
 
 def _apply_rms_norm(x: Tensor, norm: nn.Module) -> Tensor:
-    """Return the root mean square norm, in float32 within."""
+    """Return the root mean square norm, computed in float32."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return norm.get_parameter("weight") * wide.to(x.dtype)

@@ -1,4 +1,4 @@
-"""What the planner is asked: a model on a cluster, and one way to train it there."""
+"""Inputs of the planner: a model to train on a cluster, and one way to train it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from npuzero.planner.models import ModelShape
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Ask for a model to be trained on a cluster.
+    """Describe a model to train on a cluster.
 
     Attributes:
-        model: its shapes, and its modules on meta.
-        cluster: where.
+        model: shapes of its units, and its modules on meta.
+        cluster: the cluster.
         sequence: tokens of a sequence.
-        tokens_per_step: of all ranks together; None: as many as one micro-batch of one sequence a rank is.
+        tokens_per_step: tokens of all ranks together; None: one micro-batch of one sequence per rank.
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
-        clip: whether the gradient norm is taken.
+        clip: whether the gradient norm is computed.
     """
 
     model: ModelShape
@@ -36,11 +36,11 @@ class TrainingRun:
     """Describe one way to train.
 
     Attributes:
-        plan, mesh: the placement, and the ranks that it is over.
-        micro_batch: sequences of a rank in one pass.
+        plan, mesh: the placement, and the sizes of the mesh.
+        micro_batch: sequences per rank in one pass.
         micro_batches: passes of a step.
-        recompute: whether each block keeps its input alone and computes its forward again in backward.
-        settings: of the engine.
+        recompute: whether each block keeps only its input and recomputes its forward in backward.
+        settings: settings of the engine.
     """
 
     plan: Plan

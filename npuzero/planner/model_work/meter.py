@@ -1,7 +1,7 @@
-"""Count what a model's units compute and which storages live while it runs: on meta as on any device.
+"""Measure the compute and the live storages of a model's units while it runs, on meta or on any device.
 
-Liveness is not modelled but seen: autograd's graph, Python's references and a module's own order hold tensors on meta
-exactly as they hold them elsewhere. So one meter predicts (on meta) and measures (on real tensors).
+Liveness is observed, not modelled: autograd's graph, Python's references and a module's own order keep tensors alive on
+meta exactly as on other devices. So one meter predicts (on meta) and measures (on real tensors).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-#: Numbers that nodes of autograd have which no forward made: of gradients that are added up.
+#: Sequence numbers from here on belong to autograd nodes that no forward created: gradient accumulation.
 _NO_FORWARD = 2**63
 
 
 @dataclass
 class UnitSpan:
-    """Count a stretch of a pass that is one unit's.
+    """Count one stretch of a pass that belongs to one unit.
 
     Attributes:
-        unit, backward: whose, and in which direction.
-        begin_bytes, peak_bytes, end_bytes: what lives when it begins, at most, and when it ends.
-        gradient_bytes: gradients of its parameters that are complete when it ends, and live to then.
-        flops: of matrix products.
-        moved_bytes: that all other kernels read and write.
-        kernels: that are launched.
+        unit, backward: the unit, and the direction.
+        begin_bytes, peak_bytes, end_bytes: live bytes at its start, at their peak, and at its end.
+        gradient_bytes: gradients of its parameters that are complete at its end, and alive until then.
+        flops: FLOPs of matrix products.
+        moved_bytes: bytes that all other kernels read and write.
+        kernels: kernels launched.
     """
 
     unit: int
@@ -51,19 +51,19 @@ class UnitSpan:
 
 @dataclass
 class LiveStorages:
-    """Count the bytes of storages that live, beside those that it was told to pass over."""
+    """Count the bytes of live storages, except excluded ones."""
 
     now_bytes: int = 0
     known: dict[int, object] = field(default_factory=dict)
 
     def pass_over(self, tensors: Sequence[Tensor]) -> None:
-        """Count none of these, now or later: parameters, buffers, the batch."""
+        """Skip these tensors, now and later: parameters, buffers, the batch."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.known[storage._cdata] = storage
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage until it is freed; views have their base's."""
+        """Count a tensor's storage until it is freed; views share their base's."""
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key not in self.known:
@@ -79,9 +79,9 @@ class OpMeter(TorchDispatchMode):
     """Count each op that runs under it, by unit and direction.
 
     Args:
-        modules: of the units, the root first.
-        recompute: have each unit but the root keep its inputs alone, by ``torch.utils.checkpoint``.
-        around: makes the context in which units run, also where they run again.
+        modules: modules of the units, the root first.
+        recompute: make each unit except the root keep only its inputs, with ``torch.utils.checkpoint``.
+        around: function that makes a context for the forward of units and for their recomputation.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OpMeter(TorchDispatchMode):
         self.live = LiveStorages()
         self._backward = False
         self._inside = [0]
-        self._numbers, self._units = [0], [0]  # from which number on autograd's nodes are whose
+        self._numbers, self._units = [0], [0]  # first sequence number of autograd nodes, and their unit
         self._last = 0
         self.live.pass_over([*modules[0].parameters(), *modules[0].buffers()])
         for i, module in enumerate(modules[1:], 1):
@@ -104,7 +104,7 @@ class OpMeter(TorchDispatchMode):
 
     @contextmanager
     def inside(self, unit: int) -> Iterator[None]:
-        """Count what runs in the context as the unit's."""
+        """Count ops in the context for the unit."""
         self._enter(unit)
         try:
             yield
@@ -122,7 +122,7 @@ class OpMeter(TorchDispatchMode):
             self._units.append(unit)
 
     def backward(self, loss: Tensor, parameters: Mapping[nn.Parameter, int]) -> None:
-        """Run backward; a unit's gradients live until the last of them is there, as the engine packs them."""
+        """Run backward; a unit's gradients stay alive until all of them are complete, as the engine packs them."""
         kept: dict[int, list[Tensor]] = {}
         missing: dict[int, int] = {}
         for unit in parameters.values():
@@ -146,7 +146,7 @@ class OpMeter(TorchDispatchMode):
             hook.remove()
 
     def finish(self) -> list[UnitSpan]:
-        """Return the spans, once nothing of the pass lives."""
+        """Return the spans, after all tensors of the pass are freed."""
         if self.spans:
             self.spans[-1].end_bytes = self.live.now_bytes
         return self.spans
@@ -159,6 +159,7 @@ class OpMeter(TorchDispatchMode):
         answer = _ON_META.get(func.name()) if args and isinstance(args[0], Tensor) and args[0].is_meta else None
         out = (answer or func)(*args, **kwargs)
         tensors = _tensor_leaves(out)
+        # Views and queries launch no kernel: they move no bytes and allocate no storage.
         if not _launches_nothing(func):
             span.kernels += 1
             products = _find_flops_formula(func)
@@ -173,7 +174,7 @@ class OpMeter(TorchDispatchMode):
         return out
 
     def _span(self) -> UnitSpan:
-        """Return the span that the next op is of."""
+        """Return the span of the next op."""
         unit, now = self._unit(), self.live.now_bytes
         if not self.spans or (self.spans[-1].unit, self.spans[-1].backward) != (unit, self._backward):
             if self.spans:
@@ -182,7 +183,7 @@ class OpMeter(TorchDispatchMode):
         return self.spans[-1]
 
     def _unit(self) -> int:
-        if not self._backward or len(self._inside) > 1:  # computed again counts as backward
+        if not self._backward or len(self._inside) > 1:  # recomputation counts as backward
             self._last = self._inside[-1]
             return self._last
         node = torch._C._current_autograd_node()
@@ -211,23 +212,23 @@ def _tensor_leaves(tree: Any) -> list[Tensor]:
 
 @cache
 def _launches_nothing(func: Any) -> bool:
-    """Return whether an op launches nothing: a view, or a question."""
+    """Return whether an op launches no kernel: a view, or a query."""
     return bool(func.is_view) or func.name() in _NOTHING
 
 
-#: Ops that read no more of what they are given than they write.
+#: Ops that read only as many bytes of their inputs as they write.
 _CHOOSE = ("aten::embedding", "aten::index.Tensor", "aten::index_select", "aten::gather")
 _QUESTION = "aten::_local_scalar_dense"
 _NOTHING = ("aten::detach", _QUESTION, "aten::_unsafe_view")
 
 
 def _answer_meta_read(tensor: Tensor) -> bool | int | float:
-    """Answer what a model asks of data that meta has not: a batch is one sequence a row, with nothing masked."""
+    """Answer a query of data that meta lacks: True or 0, as for one unmasked sequence per row."""
     return True if tensor.dtype is torch.bool else 0
 
 
 def _grouped_out(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return the result of grouped products, [rows, out] or [groups, rows, out]: of any dtype, not bfloat16 alone."""
+    """Return the result of grouped products, [rows, out] or [groups, rows, out], for all dtypes, not only bfloat16."""
     groups = [offs.shape[0]] if offs is not None and a.dim() == b.dim() == 2 else []
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
@@ -237,7 +238,7 @@ _ON_META: dict[str, Callable[..., Any]] = {_QUESTION: _answer_meta_read, "aten::
 
 @cache
 def _find_flops_formula(func: Any) -> Callable[..., float] | None:
-    """Return the formula of an op's FLOPs, where it is of matrix products."""
+    """Return the formula for an op's FLOPs; None unless it is a matrix product."""
     name = func.name()
     if "grouped_mm" in name:
         return _grouped_backward_flops if name.endswith("backward") else _grouped_mm_flops
@@ -250,7 +251,7 @@ def _find_flops_formula(func: Any) -> Callable[..., float] | None:
 
 
 def _grouped_mm_flops(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Return the FLOPs of grouped products: each row meets the matrix of its group alone."""
+    """Return the FLOPs of grouped products: each row is multiplied only by the matrix of its group."""
     return 2.0 * rows.numel() * matrices.shape[-1]
 
 
@@ -259,12 +260,12 @@ def _grouped_backward_flops(gradient: Tensor, rows: Tensor, matrices: Tensor, *a
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Return the FLOPs of scores and of what they weigh, [B, H, T, K] each, masked ones among them."""
+    """Return the FLOPs of scores and of weighted values, [B, H, T, K] each, masked scores included."""
     return 2.0 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward_flops(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
 ) -> float:
-    """Return twice those of forward; that kernels compute the scores again is not counted."""
+    """Return twice the forward's FLOPs; the recomputation of scores in kernels is not counted."""
     return 2 * _attention_flops(query, key, value)

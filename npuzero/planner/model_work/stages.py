@@ -1,4 +1,4 @@
-"""A model over the ranks of a pipeline: what each of them holds and sends, exactly."""
+"""A model over the ranks of a pipeline: exact bytes held and sent by each rank."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from npuzero.parallel.tensor_parallel.api import MODES
 from npuzero.plan import Memory, MeshShape, Plan, PrecisionLike, Report, parse_precision
 from npuzero.planner.models import ModelShape
 
-#: Parts of a decoder that is counted here, in the order in which they are called.
+#: Parts of a decoder built by npuzero, in call order.
 _CHAIN = ("embed_tokens", "layers", "norm", "lm_head")
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """Predict for a model over the ranks of a pipeline.
+    """Predict memory and traffic of a model over the ranks of a pipeline.
 
     Attributes:
-        ranks: what each rank of the pipeline has, on meta.
+        ranks: the stages of each pipeline rank, on meta.
         width: features of each token between blocks.
         tensor: tensor ranks.
-        sliced: whether each of these has a slice of the tokens between stages; else all have all of them.
+        sliced: whether each tensor rank has a slice of the tokens between stages; else each has all of them.
     """
 
     ranks: Sequence[Pipeline]
@@ -43,13 +43,13 @@ class StagedModel:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(model: ModelShape, ranks: int, chunks: int = 1, tensor: int = 1) -> StagedModel:
-        """Return ``model`` as :func:`npuzero.pipeline` cuts it without ``split``.
+        """Return ``model`` as :func:`npuzero.pipeline` divides it without ``split``.
 
         Args:
-            model: divided over the ``tensor`` ranks.
+            model: a model divided over the ``tensor`` ranks.
 
         Raises:
-            ConfigError: its blocks are not known, or are fewer than stages.
+            ConfigError: its blocks are unknown, or there are fewer than stages.
         """
         if model.module is None:
             raise ConfigError(
@@ -75,13 +75,13 @@ class StagedModel:
 
     @cached_property
     def telling(self) -> tuple[int, ...]:
-        """Return the ranks of which one holds most: both ends, and between them the one that has most elements."""
+        """Return the candidates for most memory: the first, the last, and the middle rank with most elements."""
         last = len(self.ranks) - 1
         return tuple(sorted({0, max(range(1, last), key=self._numels.__getitem__, default=last), last}))
 
     @cached_property
     def first_share(self) -> float:
-        """Return the part of all ranks' elements that the first rank has."""
+        """Return the first rank's fraction of all elements."""
         return self._numels[0] / sum(self._numels)
 
     @cached_property
@@ -98,11 +98,11 @@ class StagedModel:
         edge_bytes: int,
         ranks: Iterable[int] | None = None,
     ) -> dict[int, Report]:
-        """Return by rank of the pipeline what it holds and sends in a step; ``ranks``: of these alone."""
+        """Return by pipeline rank the bytes held and sent in a step; ``ranks``: only these."""
         found = {}
         for number in range(len(self.ranks)) if ranks is None else ranks:
             rank = self.ranks[number]
-            rank.follow(schedule, 1 if self.sliced else self.tensor)  # where all have all, each sends a part
+            rank.follow(schedule, 1 if self.sliced else self.tensor)  # if each has all tokens, each sends a part
             found[number] = predict(rank, plan, mesh, clip=clip, settings=settings, activation_bytes=edge_bytes)
         return found
 
@@ -115,8 +115,9 @@ class StagedModel:
         clip: bool,
         memory_bytes: float | None,
     ) -> Plan:
-        """Return the plan with parameters unsharded between micro-batches where :func:`npuzero.pipeline` would have
-        them so: if the states then take no more than half of a rank's memory; None: whatever they take.
+        """Return the plan with parameters unsharded between micro-batches if :func:`npuzero.pipeline` keeps them so.
+
+        That is if the states then take at most half of a rank's memory; ``memory_bytes`` None: no limit.
         """
         kept = make_unsharded_plan(plan)
         if kept is None or memory_bytes is None:
@@ -131,15 +132,15 @@ def held_bytes(report: Report) -> int:
 
 
 def _list_decoder_blocks(module: nn.Module) -> list[str] | None:
-    """Return the blocks of a decoder that is counted here; None: the model says it itself."""
+    """Return the blocks of a decoder built by npuzero; None: the model names its blocks itself."""
     if not getattr(module, "counted", False):
         return None
-    if "rest" in module._parameters:  # what a size leaves, which no block has
+    if "rest" in module._parameters:  # the remainder of a size, outside blocks
         module.get_submodule("norm").register_parameter("rest", module._parameters.pop("rest"))
     return [name for name in _CHAIN if name in module._modules]
 
 
 def _embedding_width(module: nn.Module) -> int:
-    """Return the features of each token between blocks: those of the embedding."""
+    """Return the features of each token between blocks: the width of the embedding."""
     embedding = next(each for each in module.modules() if isinstance(each, nn.Embedding))
     return embedding.embedding_dim

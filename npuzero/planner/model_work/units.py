@@ -1,4 +1,4 @@
-"""What a model's units compute and keep in one pass, counted on meta."""
+"""Compute and saved activations of a model's units in one pass, measured on meta."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ATTENTIONS = ("flash", "plain")
 class UnitWork:
     """Count one unit's work in the pass of one micro-batch on one rank.
 
-    What lies within another unit (blocks in the root) counts for its own unit alone.
+    Work of nested units (blocks in the root) counts only for the nested unit.
 
     Attributes:
-        flops: of matrix products in forward; backward has twice as many.
-        forward_bytes, backward_bytes: that element-wise work, norms and the like read and write.
-        saved_bytes: that forward leaves for backward, parameters not counted, without recomputation.
-        input_bytes: what recomputation leaves: its inputs.
-        workspace_bytes: the most that lives within its forward or its backward beside what is saved.
-        kernels: launches of forward.
+        flops: FLOPs of matrix products in forward; backward has twice as many.
+        forward_bytes, backward_bytes: bytes that element-wise work, norms and similar kernels read and write.
+        saved_bytes: bytes that forward saves for backward without recomputation, except parameters.
+        input_bytes: bytes that recomputation saves: the unit's inputs.
+        workspace_bytes: peak bytes within its forward or backward in addition to saved ones.
+        kernels: kernel launches of forward.
     """
 
     flops: float
@@ -54,14 +54,14 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class ActivationStretch:
-    """Describe what lives of a pass's activations while one unit's forward or backward runs.
+    """Describe the live activations of a pass while one unit's forward or backward runs.
 
     Attributes:
-        unit, backward: whose, and in which direction.
-        peak_bytes: at most, more than when it began.
-        left_bytes: when it ends, more than when it began.
-        gradient_bytes: of its parameters' gradients as autograd made them, which live when it ends until they are
-            packed; in ``peak_bytes``, not in ``left_bytes``.
+        unit, backward: the unit, and the direction.
+        peak_bytes: peak, relative to the start.
+        left_bytes: bytes at the end, relative to the start.
+        gradient_bytes: gradients of its parameters from autograd, alive from the end until they are packed; included in
+            ``peak_bytes``, not in ``left_bytes``.
     """
 
     unit: int
@@ -76,8 +76,8 @@ class ModelWorkload:
     """Count a model's work by unit, in the order of its units: the root first.
 
     Attributes:
-        kept, recomputed: the stretches of a pass in their order, where blocks keep all that backward needs, and where
-            they keep their inputs alone.
+        kept, recomputed: the stretches of a pass in order, if blocks save all that backward needs, and if they save
+            only their inputs.
     """
 
     units: tuple[UnitWork, ...]
@@ -95,27 +95,27 @@ def measure_workload(
     dtype: torch.dtype = torch.bfloat16,
     cpu: bool = False,
 ) -> ModelWorkload:
-    """Return what one pass of a model on tokens computes and keeps.
+    """Return the compute and saved activations of one pass of a model on tokens.
 
-    The model runs on meta, forward and backward, with a loss over its logits; of equal blocks three run, and stand for
-    all. FLOPs are those of matrix products as :mod:`torch.utils.flop_counter` has them, masked scores included.
+    The model runs on meta, forward and backward, with a loss of its logits. Of equal blocks three run and represent
+    all. FLOPs of matrix products are counted as in :mod:`torch.utils.flop_counter`, masked scores included.
 
     Args:
         sequence: tokens of a sequence.
         micro_batch: sequences.
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
-        dtype: of parameters, and so of activations where the model does not choose another.
-        cpu: count what the CPU's kernels keep: they know no flash attention with dropout, keep dropout's masks in the
-            dtype of values where those of accelerators take a byte, and have no fused norm.
+        dtype: dtype of parameters, and so of activations unless the model chooses another.
+        cpu: count the tensors that CPU kernels save: they have no flash attention with dropout, save dropout masks in
+            the dtype of values instead of one byte per element, and have no fused norm.
 
     Raises:
         ConfigError: sizes that are not positive, an unknown attention, or a model that does not run on tokens.
 
     Example::
 
-        from npuzero.planner.model_work.units import workload
+        from npuzero.planner.model_work.units import measure_workload
 
-        work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
+        work = measure_workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
         print(sum(unit.flops for unit in work.units), sum(unit.saved_bytes for unit in work.units))
     """
     for name, value in (("sequence", sequence), ("micro_batch", micro_batch)):
@@ -130,7 +130,7 @@ def measure_workload(
 
 @dataclass(frozen=True)
 class _PassRequest:
-    """Say what :func:`measure_workload` is asked for."""
+    """Hold the arguments of :func:`measure_workload`, as a cache key."""
 
     sequence: int
     micro_batch: int
@@ -147,6 +147,8 @@ def _measure_pass(shape: ModelShape, asked: _PassRequest) -> ModelWorkload:
 
 
 def _unit_work(unit: int, kept: Sequence[UnitSpan], recomputed: Sequence[UnitSpan]) -> UnitWork:
+    # A unit may have several spans per direction. Workspace excludes saved bytes: those at the end of a forward span,
+    # and at the start of a backward span.
     own = [span for span in kept if span.unit == unit]
     forward, backward = ([span for span in own if span.backward is way] for way in (False, True))
     return UnitWork(
@@ -170,7 +172,7 @@ def _make_stretches(spans: Sequence[UnitSpan]) -> tuple[ActivationStretch, ...]:
 
 
 def _run_representatives(shape: ModelShape, asked: _PassRequest, recompute: bool) -> tuple[list[UnitSpan], list[int]]:
-    """Run a pass of the model with few of its equal blocks; return its spans, and which unit is run for each."""
+    """Run a pass of the model with few of its equal blocks; return its spans, and the representative of each unit."""
     if shape.module is None:
         raise ConfigError(
             f"{shape.name}: activations",
@@ -205,14 +207,14 @@ def _run_representatives(shape: ModelShape, asked: _PassRequest, recompute: bool
 
 @lru_cache(maxsize=8)
 def _build_units(shape: ModelShape) -> tuple[nn.Module, list[UnitSpec]]:
-    """Return the model's modules and units, which are looked at and copied, never run."""
+    """Return the model's modules and units; they are inspected and copied, never run."""
     assert shape.module is not None
     model = shape.module()
     return model, discover_units(model)
 
 
 def _block_signature(spec: UnitSpec) -> tuple[object, ...]:
-    """Return what equal blocks have in common: their list, class, and parameters but for their number."""
+    """Return a key that is equal for equal blocks: list, class, and parameters without the block's number."""
     path = spec.name.rpartition(".")[0]
     own = len(spec.name)
     facts = ((name[own:], tuple(p.shape), p.requires_grad) for name, p in spec.parameters)
@@ -220,7 +222,7 @@ def _block_signature(spec: UnitSpec) -> tuple[object, ...]:
 
 
 def _find_representatives(signatures: Sequence[tuple[object, ...]]) -> list[int]:
-    """Return for each unit the one that is run for it: its own, or in a long run of equals the second."""
+    """Return the representative of each unit: itself, or in a long run of equal units the second."""
     like: list[int] = []
     for _, run in itertools.groupby(range(len(signatures)), lambda i: signatures[i]):
         first, *rest = run
@@ -231,8 +233,9 @@ def _find_representatives(signatures: Sequence[tuple[object, ...]]) -> list[int]
 def _copy_representatives(
     model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], asked: _PassRequest
 ) -> nn.Module:
-    """Return a copy of the model with the blocks that are run, its parameters of the dtype asked for, in training."""
+    """Return a copy of the model with only the representative blocks, in the requested dtype and in training mode."""
     dropped = [spec.name for i, spec in enumerate(specs) if like[i] != i]
+    # Mapping dropped blocks to None in the memo makes deepcopy skip them, so a large model is never copied in full.
     memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in dropped}
     few: nn.Module = copy.deepcopy(model, memo)
     for path in {name.rpartition(".")[0] for name in dropped}:
@@ -254,7 +257,7 @@ def _copy_representatives(
 
 
 def _enable_recomputation(model: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> bool:
-    """Have a model of transformers recompute its blocks in its own way, within ``around``; False: it has none."""
+    """Enable a transformers model's own recomputation of blocks, within ``around``; return False if it has none."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False
 
@@ -267,7 +270,7 @@ def _enable_recomputation(model: nn.Module, around: Callable[[], AbstractContext
 
     enable: Any = model.gradient_checkpointing_enable
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer releases know it by another name, too
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases warn about the old name
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -276,7 +279,7 @@ def _enable_recomputation(model: nn.Module, around: Callable[[], AbstractContext
 
 
 def _compute_model_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss of a model of transformers, or of any module that maps tokens to logits."""
+    """Return the loss of a transformers model, or of any module that maps tokens to logits."""
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes:
         logits = model(ids)
@@ -292,8 +295,8 @@ def _compute_model_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _unfold_spans(spans: Sequence[UnitSpan], like: Sequence[int]) -> list[UnitSpan]:
-    """Return the spans of the whole model: those of a block that stands for others as often as it does."""
-    chosen = sorted(set(like))  # the few units' numbers in the whole
+    """Return the spans of the full model: a representative's spans are repeated for each block it represents."""
+    chosen = sorted(set(like))  # indices of the representatives in the full model
     forward = list(_iter_block_spans([s for s in spans if not s.backward], chosen, like))
     backward = list(_iter_block_spans([s for s in spans if s.backward], chosen, like))
     return [span for group in (*forward, *backward) for span in group]
@@ -302,7 +305,7 @@ def _unfold_spans(spans: Sequence[UnitSpan], like: Sequence[int]) -> list[UnitSp
 def _iter_block_spans(
     spans: Sequence[UnitSpan], chosen: Sequence[int], like: Sequence[int]
 ) -> Iterator[list[UnitSpan]]:
-    """Yield each block's span with what the root does behind it, as often as the block is there."""
+    """Yield each block's span and the root's spans after it, once per block that it represents."""
     groups: list[list[UnitSpan]] = [[]]
     for span in spans:
         if span.unit:
@@ -313,6 +316,7 @@ def _iter_block_spans(
             yield group
             continue
         whole = chosen[group[0].unit]
+        # Backward visits blocks in reverse, so the copies get descending unit numbers.
         alike = [i for i, each in enumerate(like) if each == whole]
         for i in reversed(alike) if group[0].backward else alike:
             yield [replace(span, unit=i if span.unit else 0) for span in group]

@@ -1,4 +1,4 @@
-"""Shapes of a model by its class in transformers, built on meta: no data, no network, no code but transformers' own."""
+"""Shapes of a model from its class in transformers, built on meta: no data, no network, only transformers' own code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuzero.config import describe_value
 from npuzero.errors import ConfigError, NpuZeroError
 from npuzero.planner.models.keys import DEPTH, missing_size_error, refuse_unknown_keys
 
-#: What the file may say of how a model is stored, loaded and run; its shapes do not depend on it.
+#: Keys about storage, loading and execution of a model, on which its shapes do not depend.
 _PASSED_OVER = (
     "auto_map",
     "dtype",
@@ -22,7 +22,7 @@ _PASSED_OVER = (
     "attn_implementation",
     "_attn_implementation",
 )
-#: Which of a kind's classes is meant where the file names none: the first of these that there is, whole models first.
+#: Tasks of the class that is used if the file names none: the first available one, complete models first.
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
@@ -35,7 +35,7 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedia
 
 
 def import_transformers() -> Any:
-    """Return the package transformers; None where it is not installed."""
+    """Return the package transformers; None if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -46,7 +46,7 @@ def build_meta_model(transformers: Any, values: Mapping[str, Any], name: str) ->
     """Return the model that a JSON describes, on meta.
 
     Raises:
-        ConfigError: a class that transformers has not, or sizes that are missing, mistyped or impossible.
+        ConfigError: the class is not in transformers, or sizes are missing, mistyped or impossible.
     """
     _check_depth(values, name)
     try:
@@ -58,7 +58,7 @@ def build_meta_model(transformers: Any, values: Mapping[str, Any], name: str) ->
             model: nn.Module = kind(config)
     except NpuZeroError:
         raise
-    except Exception as error:  # whatever a class of transformers says of sizes that it cannot have
+    except Exception as error:  # any error of a transformers class about its sizes
         raise ConfigError(
             f"{name}: {values['model_type']}",
             expected=f"a model that transformers {transformers.__version__} can build",
@@ -77,7 +77,7 @@ def _shapes_only(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_depth(values: Mapping[str, Any], name: str) -> None:
-    """Refuse a model of a million blocks, which would be built for hours, and one of none, which is a slip."""
+    """Refuse a model of a million blocks, which would take hours to build, and one of none, which is a mistake."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_depth(value, f"{name}: {key}")
@@ -86,10 +86,9 @@ def _check_depth(values: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
-    """Refuse to make up sizes that the file does not say, by a default or where a key is misspelt.
+    """Refuse to assume sizes that are not in the file, because of a default or a misspelt key.
 
-    The parts of a composed model (text, vision) are another matter: transformers leaves defaults out where it writes
-    them.
+    Parts of a composed model (text, vision) are exempt: transformers omits defaults when it writes them.
     """
     defaults = _get_default_config(config)
     if defaults is None:
@@ -97,6 +96,7 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
     names = config.attribute_map
     known = {*defaults.to_dict(), *names}
     others = [key for key in values if key not in known]
+    # A missing size counts only if the config really took the default: a class may derive it from another key.
     for size in _SIZES:
         key = names.get(size, size)
         default = getattr(defaults, key, None)
@@ -110,7 +110,7 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
 
 
 def _get_default_config(config: Any) -> Any:
-    """Return the config of a file that says nothing; None where such a file would be refused."""
+    """Return the config of an empty file; None if such a file would be refused."""
     try:
         return type(config)()
     except Exception:
@@ -118,7 +118,7 @@ def _get_default_config(config: Any) -> Any:
 
 
 def _choose_model_class(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
-    """Return the class that the file names, else the one that transformers has for the kind of model."""
+    """Return the class named in the file, else the transformers class for this kind of model."""
     named = values.get("architectures")
     kinds = [getattr(transformers, str(each), None) for each in named or _usual_class_names(values["model_type"])]
     for kind in kinds:
@@ -134,7 +134,7 @@ def _choose_model_class(transformers: Any, values: Mapping[str, Any], config: An
 
 
 def _usual_class_names(model_type: str) -> list[str]:
-    """Return the names of the classes that the kind of model has for the tasks."""
+    """Return the names of the classes for this kind of model, by task."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]
     found = [mapping.get(model_type, ()) for mapping in (*mappings, auto.MODEL_MAPPING_NAMES)]
@@ -142,7 +142,7 @@ def _usual_class_names(model_type: str) -> list[str]:
 
 
 def _load_nothing(config: Any) -> None:
-    """Keep models from fetching a backbone's weights when they are built, as some do even on meta."""
+    """Keep models from downloading a backbone's weights when they are built; some do so even on meta."""
     for part in (config, *(getattr(config, part, None) for part in config.sub_configs)):
         if hasattr(part, "use_pretrained_backbone"):
             part.use_pretrained_backbone = False

@@ -1,4 +1,4 @@
-"""Shapes of well-known kinds of models, counted here; tests hold each against its class in transformers."""
+"""Shapes of well-known kinds of models, computed from their sizes; tests compare each with transformers' class."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from npuzero.planner.models.keys import DEPTH, FLAG, SIZE, missing_size_error, r
 from npuzero.shard.build import ParameterFacts
 
 Shapes = list[tuple[str, tuple[int, ...]]]
-#: Of the root unit, and of each block, in the order in which the modules are registered.
+#: Shapes of the root unit, and of each block, in the order the modules are registered.
 Decoder = tuple[Shapes, Shapes]
 
 
 class ModelSizes:
-    """Read sizes and switches of a model's JSON, and remember which keys it was asked for."""
+    """Read sizes and switches of a model's JSON, and record the keys that were read."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self.config, self.name = config, name
         self.known = {"model_type", "architectures"}
 
     def size(self, key: str, rule: SettingRule = SIZE) -> int:
-        """Return the value of ``key``, which the file must have."""
+        """Return the value of ``key``, which is required."""
         self.known.add(key)
         if self.config.get(key) is None:
             raise missing_size_error(self.name, key, [other for other in self.config if other not in self.known])
         return int(rule.check(f"{self.name}: {key}", self.config[key]))
 
     def optional(self, key: str, default: int, null: bool = True) -> int:
-        """Return the value of ``key``, or ``default`` where the file does not have it; ``null``: or has None."""
+        """Return the value of ``key``, or ``default`` if it is missing; ``null``: or None."""
         self.known.add(key)
         value = self.config.get(key)
         absent = value is None if null else key not in self.config
         return default if absent else int(SIZE.check(f"{self.name}: {key}", value))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return True or False, as the file or else ``default`` says."""
+        """Return the boolean value of ``key``, or ``default`` if it is missing or None."""
         self.known.add(key)
         value = self.config.get(key)
         return default if value is None else bool(FLAG.check(f"{self.name}: {key}", value))
 
     def only(self, key: str, value: object) -> None:
-        """Refuse any other value than ``value`` or nothing; what else there may be is not counted here.
+        """Refuse every value of ``key`` except ``value`` and None: no other is supported here.
 
         Raises:
-            ConfigError: otherwise.
+            ConfigError: any other value.
         """
         self.known.add(key)
         found = self.config.get(key)
@@ -101,7 +101,7 @@ def _head_shapes(sizes: ModelSizes, tied: bool, width: int, vocabulary: int) -> 
 
 
 def _attention_shapes(sizes: ModelSizes, kv_heads: int | None, head: int | None, biased: tuple[bool, bool]) -> Shapes:
-    """Return the shapes of grouped attention; which have a bias: query, key and value; output."""
+    """Return the shapes of grouped attention; ``biased``: of query, key and value; of the output."""
     width, heads = sizes.size("hidden_size"), sizes.size("num_attention_heads")
     kv_heads = sizes.optional("num_key_value_heads", kv_heads or heads, null=kv_heads is None)
     null = head is None
@@ -137,7 +137,7 @@ def _gated_mlp_shapes(sizes: ModelSizes, biased: bool = False) -> Shapes:
 
 
 def _decoder_shapes(sizes: ModelSizes, layers: Shapes) -> Decoder:
-    """Return a decoder of Llama's plan: root mean square norms, a head apart."""
+    """Return a decoder of Llama's architecture: root mean square norms, a separate head."""
     width, vocabulary = sizes.size("hidden_size"), sizes.size("vocab_size")
     norms = [*_norm_shapes("input_layernorm", width, False), *_norm_shapes("post_attention_layernorm", width, False)]
     root = [*_embedding_shapes("embed_tokens", vocabulary, width), *_norm_shapes("norm", width, False)]
@@ -272,7 +272,7 @@ def _bert(sizes: ModelSizes) -> Decoder:
     return root, block
 
 
-#: model_type: its language model, the key of its depth, its shapes.
+#: model_type: its language model class, the key of its depth, the function of its shapes.
 KINDS: dict[str, tuple[str, str, Callable[[ModelSizes], Decoder]]] = {
     "llama": ("LlamaForCausalLM", "num_hidden_layers", _llama),
     "mistral": ("MistralForCausalLM", "num_hidden_layers", _mistral),

@@ -1,4 +1,4 @@
-"""The keys of a model's JSON: what is read of it is there, and nothing that looks like a size is passed over."""
+"""Checks of the keys of a model's JSON: required keys exist, and no key that looks like a size is ignored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from npuzero.errors import ConfigError, did_you_mean
 
 SIZE = SettingRule(int, "a size of the model", least=1, most=2**40)
 FLAG = SettingRule(bool, "a switch of the model")
-#: Blocks are counted one by one.
+#: Blocks are handled one by one, so their number is limited.
 DEPTH = SettingRule(int, "blocks of the model", least=1, most=4096)
 
 
 def missing_size_error(name: str, key: str, others: Collection[str], default: object = None) -> ConfigError:
-    """Make the error of a size that the file does not say; ``default``: what its absence would be taken for."""
+    """Make the error of a size missing from the file; ``default``: the value that transformers would assume."""
     assumed = "" if default is None else f", of which transformers makes {default}"
     add = f"Add it: {default}, if that is meant." if default is not None else "Add it, or give --parameters instead."
     return ConfigError(
@@ -30,14 +30,14 @@ def missing_size_error(name: str, key: str, others: Collection[str], default: ob
 def refuse_unknown_keys(
     config: Mapping[str, Any], known: Collection[str], name: str, sizes: Collection[str] = ()
 ) -> None:
-    """Refuse a key that would be passed over but was meant to count: almost a known one's name, or about experts.
+    """Refuse a key that would be ignored but was meant to count: a near miss of a known name, or one about experts.
 
     Args:
-        known: keys that are counted, or are known not to count.
-        sizes: names that other kinds of models have for their sizes.
+        known: keys that are counted, or known not to matter.
+        sizes: names of sizes in other kinds of models.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: an unknown key; the error names it.
     """
     absent = [key for key in known if key not in config]
     for key, value in config.items():

@@ -1,4 +1,4 @@
-"""Modules of a decoder that was counted here, on meta: for its layers to be divided as those of its class are."""
+"""Modules of a decoder with shapes from npuzero's rules, on meta, so that its layers can be divided over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from npuzero.parallel.tensor_parallel.attention_heads import HEAD_SIZE, HEADS, KEY_VALUE_HEADS
 from npuzero.shard.build import ParameterFacts
 
-#: Kinds whose parameters :mod:`npuzero.planner.models.families` names as they are called below, and how these are cut.
+#: Kinds with the parameter names below (see :mod:`npuzero.planner.models.families`), and the rules to divide them.
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _BLOCK = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
@@ -23,8 +23,9 @@ _PLAN |= {f"layers.*.{path}": word for path, word in _BLOCK.items()}
 
 
 def build_decoder_modules(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
-    """Return modules with these parameters, the blocks in ``layers``, and the plan of their division in ``tp_plan``;
-    ``counted`` tells them from those of a model's class.
+    """Return modules with these parameters: the blocks in ``layers``, and the rules to divide them in ``tp_plan``.
+
+    The attribute ``counted`` distinguishes them from a transformers model.
     """
     root, *blocks = units
     model = _build_modules(root)
@@ -36,7 +37,7 @@ def build_decoder_modules(units: Sequence[Sequence[ParameterFacts]], heads: int)
         vars(attention).update(sizes | {HEAD_SIZE[0]: head})
     model.add_module("layers", layers)
     embedding = model.get_parameter("embed_tokens.weight")
-    if not hasattr(model, "lm_head"):  # it is tied
+    if not hasattr(model, "lm_head"):  # tied to the embedding
         model.add_module("lm_head", _build_leaf_module([ParameterFacts("lm_head.weight", embedding.shape)]))
         model.get_submodule("lm_head").register_parameter("weight", embedding)
     vars(model).update({"tp_plan": _PLAN, "counted": True})
@@ -44,7 +45,7 @@ def build_decoder_modules(units: Sequence[Sequence[ParameterFacts]], heads: int)
 
 
 def _build_modules(facts: Iterable[ParameterFacts]) -> nn.Module:
-    """Return a module that has parameters at the paths of ``facts``."""
+    """Return a module with parameters at the paths of ``facts``."""
     root = nn.Module()
     leaves: dict[str, list[ParameterFacts]] = {}
     for each in facts:

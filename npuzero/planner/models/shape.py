@@ -1,4 +1,4 @@
-"""A model given by its size or by the JSON of a transformers model: the shapes of its units, without its data."""
+"""Shapes of a model's units, without data, from a number of parameters or the JSON of a transformers model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from npuzero.planner.models import classes, families, modules
 from npuzero.shard.build import ParameterFacts, get_unit_parameters, predict_units
 from npuzero.shard.layout.tiled_linear import rows_per_tile
 
-#: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
+#: Elements of a block over its width squared (attention 4, feed-forward 8); width over depth of large models.
 _BLOCK, _ASPECT = 12, 128
-#: Blocks at least, from so many parameters on.
+#: Least number of blocks, by number of parameters from which it holds.
 _DEPTHS = {0: 12, 250_000_000: 24}
-#: Below so many parameters embeddings are tied to the head; the vocabulary where they are, and where they are not.
+#: Below this number of parameters, embeddings are tied to the head; vocabulary sizes if tied, and if not.
 _TIED_BELOW = 2 * 10**9
 _VOCABULARIES = {True: 50_000, False: 32_000}
-#: Elements a block needs at least, to be one.
+#: Least number of elements of a block.
 _LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Hold parameters by unit; the root unit, with what no block owns, comes first. Two are equal if they are the same.
+    """Hold parameters by unit, the root unit first, with all parameters outside blocks. Equality is identity.
 
     Attributes:
-        spans: which units run inside of which, as :class:`npuzero.plan.StepSpec` has it.
-        module: makes its modules, on meta; None: they are not known.
-        mode: of :func:`npuzero.parallel.tensor`, where its layers are divided so; "": they are whole.
-        undivided: the model that it was then; None: itself.
+        spans: nesting of units, as in :class:`npuzero.plan.StepSpec`.
+        module: function that returns its modules on meta; None: not available.
+        mode: mode of :func:`npuzero.parallel.tensor` if its layers are divided over tensor ranks; "": they are not.
+        undivided: the model before this division; None: this one.
     """
 
     name: str
@@ -50,26 +50,26 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return the elements in all, without padding."""
+        """Return the number of elements, without padding."""
         return sum(parameter.shape.numel() for unit in self.units for parameter in unit)
 
     @property
     def frozen(self) -> int:
-        """Return those of them that the model itself does not train."""
+        """Return the number of elements that the model itself freezes."""
         return sum(p.shape.numel() for unit in self.units for p in unit if not p.trainable)
 
     def predict(self, plan: Plan, world: int | MeshShape, settings: Settings, **facts: Any) -> Report:
-        """Return what npuzero.predict gives for a module of these shapes; ``facts`` as there."""
+        """Return the report of npuzero.predict for a module of these shapes; ``facts`` as there."""
         return predict_units(self.units, plan, plan.mesh_shape(world), settings, spans=self.spans, **facts)
 
     def tiled(self, tiles: Mapping[str, int]) -> ModelShape:
-        """Return the model with Linear layers in tiles, as :func:`npuzero.tiled` makes them.
+        """Return the model with Linear layers split into tiles, as by :func:`npuzero.tiled`.
 
         Args:
-            tiles: numbers of tiles by name, which may leave out the modules around the layer.
+            tiles: numbers of tiles by layer name, which may omit the enclosing modules.
 
         Raises:
-            ConfigError: a name that no layer has, or more tiles than rows.
+            ConfigError: no layer has the name, or it has more tiles than rows.
         """
         root, *blocks = (_split_tiles(unit, tiles) for unit in self.units)
         found = {pattern for _, layers in (root, *blocks) for pattern in layers}
@@ -94,17 +94,18 @@ class ModelShape:
         return replace(self, units=units, spans=tuple(spans))
 
 
-#: By pattern the tiles of all layers that it names.
+#: By pattern, the tiles of all layers that match it.
 _Layers = dict[str, list[list[ParameterFacts]]]
 
 
 def _split_tiles(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[list[ParameterFacts], _Layers]:
-    """Return what stays of a unit, and the tiles of its layers."""
+    """Return the remaining parameters of a unit, and the tiles of its layers."""
     matrices = {p.name.removesuffix(".weight"): p.shape[0] for p in unit if len(p.shape) == 2}
     rest: list[ParameterFacts] = []
     layers: dict[str, tuple[str, list[list[ParameterFacts]]]] = {}
     for parameter in unit:
         path, _, kind = parameter.name.rpartition(".")
+        # A name may omit enclosing modules, so it is matched as a suffix of the path; the first pattern wins.
         pattern = next((each for each in tiles if fnmatchcase(f".{path}", f"*.{each}")), None)
         if pattern is None or path not in matrices:
             rest.append(parameter)
@@ -124,21 +125,21 @@ def _split_tiles(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tu
 
 
 def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None, ranks: int = 1) -> ModelShape:
-    """Return a decoder of the Llama family with as many parameters, to the element.
+    """Return a decoder of the Llama family with exactly this number of parameters.
 
-    Depth: the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep; at least 24, and
-    12 below 250 million parameters. Vocabulary: 32,000; below two billion parameters 50,000 and tied to the head. At
-    most a third of the parameters are there. The width follows; the feed-forward layers, and a vector of the root unit,
-    take what is left.
+    Depth: the cube root of parameters / (12 * 128^2), for a width of 128 times the depth; at least 24, and 12 below 250
+    million parameters. Vocabulary: 32,000; below two billion parameters 50,000 and tied to the head. Embedding and head
+    have at most a third of the parameters. The width follows. Feed-forward layers, and a vector of the root unit, take
+    the remainder.
 
     Args:
-        parameters: elements in all.
-        blocks: None chooses the depth.
-        vocabulary: None chooses.
-        ranks: divide its width, and the sizes that are chosen; it has a head for each.
+        parameters: total number of elements.
+        blocks: number of blocks; None: chosen as above.
+        vocabulary: size of the vocabulary; None: chosen as above.
+        ranks: must divide the width and the chosen sizes; also the number of heads.
 
     Raises:
-        ConfigError: too few parameters for so many blocks or so large a vocabulary.
+        ConfigError: too few parameters for the blocks or the vocabulary.
     """
     least = max(depth for size, depth in _DEPTHS.items() if parameters >= size)
     depth = blocks or max(least, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
@@ -172,7 +173,7 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
 
 
 def _round_down_multiple(size: int, of: int) -> int:
-    """Return the largest multiple up to ``size``, but one at least."""
+    """Return the largest multiple of ``of`` up to ``size``, at least one."""
     return max(of, size - size % of)
 
 
@@ -186,14 +187,14 @@ def _too_small_error(parameters: int, expected: str) -> ConfigError:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the model that a ``config.json`` of transformers describes, to the element, frozen parameters included.
+    """Return the model of a transformers ``config.json``, exact to the element, frozen parameters included.
 
-    Where transformers is installed and has the model's class, that is built on meta: shapes, no data, no network, and
-    none of the code that a model's repository may have. Otherwise the sizes are counted here, for the few kinds of
-    models that :mod:`npuzero.planner.models.families` knows.
+    If transformers is installed and has the model's class, that is built on meta: shapes, no data, no network, and no
+    code of a model's repository. Otherwise the sizes are computed here, for the kinds of models in
+    :mod:`npuzero.planner.models.families`.
 
     Raises:
-        ConfigError: a kind of model that neither knows, or sizes that are missing, mistyped or impossible.
+        ConfigError: an unknown kind of model, or sizes that are missing, mistyped or impossible.
     """
     transformers = classes.import_transformers()
     kind = config.get("model_type") or _find_model_type(transformers, config.get("architectures"))

@@ -213,7 +213,7 @@ class _ProgramTiming:
         return {"bubble": others * (pass_s + ways), "wait for stages": exposed * ways}
 
     def _totals(self) -> Totals:
-        """Return the busy seconds of a step, with those of layers and stages."""
+        """Return the busy seconds of a step by resource, including traffic of layers and stages."""
         totals = self.program.totals(self.micro_batches)
         waits, times = self.waits, self.micro_batches
         for lane, link, seconds in (

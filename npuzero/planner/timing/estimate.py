@@ -79,7 +79,7 @@ class Estimate:
     def layers_sent(self) -> dict[str, dict[str, int]]:
         """Return by axis and collective the bytes of a rank's layers along tensor and sequence ranks in a step.
 
-        For a pipeline, those of all stages together. Recomputation, which repeats the forward's traffic, is not
+        For a pipeline, the sum of all stages. Recomputation, which repeats the forward's traffic, is not
         counted.
         """
         run, mesh = self.run, self.run.mesh
@@ -296,8 +296,8 @@ class Estimator:
     def _of(self, run: TrainingRun) -> dict[int, Report]:
         """Return the reports of a run by pipeline rank, cached.
 
-        Memory is the same for all numbers of micro-batches above a few, or above those that fill the pipeline: so runs
-        share one report.
+        Memory does not grow with micro-batches above a few, or above the number that fills the pipeline: so runs share
+        one report.
         """
         few = (
             min(run.micro_batches, run.mesh.pipe + 1) if run.mesh.pipe > 1 else count_modelled_passes(run.micro_batches)

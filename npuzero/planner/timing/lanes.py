@@ -142,7 +142,7 @@ class ProgramPlayer:
     _through: list[tuple[int, float]] = field(default_factory=list)
 
     def play(self, steps: Sequence[Step]) -> None:
-        """Run the steps after those that ran before."""
+        """Run the steps after all earlier ones."""
         do: dict[type, Callable[[Any], None]] = {
             UnitPass: self._act,
             DeviceWork: self._work,

@@ -1,9 +1,9 @@
 """Peak memory of one rank: the bytes of a prediction together with activations.
 
 A prediction gives the peak of each part of a training state. These peaks occur at different times: logits exist before
-there are gradients, and a block's activations when those of later blocks have already become gradients. So the moves of
-the schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`) are followed together with the stretches of a
-pass (:class:`npuzero.planner.model_work.units.ActivationStretch`), and their sum is taken at each move.
+there are gradients, and a block's activations when later blocks' activations have already become gradients. So the
+moves of the schedule (:func:`npuzero.plan.prediction.step_schedule.steady_step`) are followed together with the
+stretches of a pass (:class:`npuzero.planner.model_work.units.ActivationStretch`), and their sum is taken at each move.
 """
 
 from __future__ import annotations

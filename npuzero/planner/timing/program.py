@@ -112,7 +112,7 @@ class _ProgramWriter:
     _known: dict[tuple[CollectivePurpose, str, Axes, int], tuple[str, str, float, float]] = field(default_factory=dict)
 
     def steps(self, moves: Iterable[Move]) -> list[lanes.Step]:
-        """Return the steps of ``moves``, without those that take no time."""
+        """Return the steps of ``moves``; moves that take no time are left out."""
         steps: list[lanes.Step] = []
         for move in moves:
             if isinstance(move, StartCollective):
@@ -171,7 +171,7 @@ class _ProgramWriter:
 
     @cached_property
     def _settled(self) -> list[tuple[lanes.Step, ...]]:
-        """Return by unit the wait of its forward: for the offloaded update of its own and all earlier units."""
+        """Return by unit the wait of its forward: for the offloaded update of all units up to it."""
         beside = self.step.overlaps_parameters and not self.plan.lag
         numel, settled = 0, list[tuple[lanes.Step, ...]]()
         for unit in self.units:
