@@ -1,6 +1,11 @@
 """Devices: streams, events, memory figures, the collective backend of each kind, and lanes.
 
-Importing this touches no device. torch_npu is imported only when an npu is asked for.
+In: a ``torch.device`` or its name. Out: a ``Device`` with the operations that torch does not unify between cpu, cuda
+and npu, and lanes: ordered asynchronous steps on a host thread or on a stream.
+
+Importing this package touches no device. torch_npu is imported only when an npu is requested.
+
+Read first: ``device.py``, ``lane.py``, ``npu.py``.
 """
 
 from __future__ import annotations
@@ -33,9 +38,9 @@ __all__ = [
     "wait_quietly",
 ]
 
-#: Kinds by torch's word for them, most wanted first.
+#: Kinds by torch's device type, in order of preference.
 KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Npu, Cuda, Cpu)}
-# What people call them.
+# Other common names, for suggestions in errors.
 _SPELLINGS = {kind: kind for kind in KINDS} | {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "host": "cpu"}
 
 
@@ -44,7 +49,7 @@ def get(device: torch.device | str) -> Device:
     """Return the Device of a torch.device or its name; the same object each time.
 
     Raises:
-        ConfigError: an unknown kind, or one that cannot be used here, saying why.
+        ConfigError: the kind is unknown or cannot be used here; the error has the reason.
     """
     kind = _get_device_class(device)
     found = kind.available()
@@ -54,7 +59,7 @@ def get(device: torch.device | str) -> Device:
     if kind is Cpu and index not in {"", "0"}:
         do = "Say cpu: ranks share it, and torchrun --nproc-per-node says how many there are."
         raise ConfigError("device", expected="cpu, which is one device", got=repr(str(device)), do=do)
-    # torch and frameworks write "cpu:0" as well; tensors there say "cpu".
+    # torch and frameworks write "cpu:0" also; tensors on the CPU have the device "cpu".
     return kind(torch.device(kind.kind) if kind is Cpu else torch.device(device))
 
 
@@ -62,7 +67,7 @@ def choose(local_rank: int = 0) -> torch.device:
     """Return the device for process ``local_rank`` of this host: an npu if there is one, else a GPU, else the CPU.
 
     Raises:
-        ConfigError: there are devices of the kind, but fewer than processes.
+        ConfigError: this host has fewer devices of the kind than processes.
     """
     kind = next(kind for kind in KINDS.values() if kind.available().ok)
     if kind is Cpu:
@@ -78,7 +83,7 @@ def choose(local_rank: int = 0) -> torch.device:
 
 
 def _get_device_class(device: torch.device | str) -> type[Device]:
-    # torch.device("npu") fails where torch_npu is not loaded, so the kind is read from the text.
+    # torch.device("npu") fails without torch_npu, so the kind is read from the text.
     word = str(device).partition(":")[0]
     if word not in KINDS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The functions that cuda and npu share: torch has one module for each (``torch.cuda``, ``torch.npu``)."""
+"""The part shared by cuda and npu: torch has one module with the same functions for each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from npuzero.device.device import Device, Event, MemoryFigures
 
 
 class Accelerator(Device):
-    """Describe a device that works beside the host, on streams."""
+    """Describe a device that runs asynchronously to the host, on streams."""
 
     @classmethod
     @abstractmethod
     def module(cls) -> ModuleType:
-        """Return torch's module for the kind."""
+        """Return torch's module for the kind (``torch.cuda``, ``torch.npu``)."""
 
     @classmethod
     def count(cls) -> int:
@@ -31,7 +31,7 @@ class Accelerator(Device):
         self.module().synchronize(self.device)
 
     def memory(self) -> MemoryFigures:
-        """Return the bytes that torch's allocator has handed out, not those it reserves."""
+        """Return the bytes that torch's allocator has allocated, not those it reserves."""
         module = self.module()
         _, total = module.mem_get_info(self.device)
         return MemoryFigures(

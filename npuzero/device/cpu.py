@@ -1,4 +1,4 @@
-"""The CPU: one stream, work is done when the call returns, memory is the process's resident set."""
+"""The CPU: one stream, synchronous work; memory is the resident set of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class DoneEvent:
-    """Stand for an event of a device whose work is done when the call returns."""
+    """Represent an event of a synchronous device: work is done when its call returns."""
 
     def record(self, stream: Any = None) -> None:
         """Do nothing: there is nothing to mark."""
@@ -59,7 +59,7 @@ class Cpu(Device):
         return DoneEvent()
 
     def set_matmul(self, matmul: str) -> None:
-        """Refuse tf32: oneDNN has a mode of that name, which most processors ignore without a word."""
+        """Refuse tf32: oneDNN has a mode of that name, which most processors silently ignore."""
         if matmul != "ieee":
             raise ConfigError(
                 "precision.matmul on cpu",
@@ -72,7 +72,7 @@ class Cpu(Device):
         """Do nothing: the work is done."""
 
     def memory(self) -> MemoryFigures:
-        """Return the resident set of the whole process: ranks that are threads share it."""
+        """Return the resident set of the process. Ranks that are threads share it."""
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         figures = _status_bytes()
         return MemoryFigures(figures["VmRSS"], figures["VmHWM"], os.sysconf("SC_PHYS_PAGES") * page_bytes)
@@ -93,7 +93,7 @@ def _usable_cores() -> set[int]:
 
 
 def _processor_name() -> str:
-    """Return the processor's name as Linux has it; the architecture where it has none (aarch64 often)."""
+    """Return the processor's name from Linux; the architecture if Linux has none (often on aarch64)."""
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, through torch.cuda. Not run on hardware in this version."""
+"""NVIDIA GPUs, through torch.cuda. Run on one H100; not yet over several GPUs (docs/cuda.md)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Cuda(Accelerator):
         return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs"
 
     def set_matmul(self, matmul: str) -> None:
-        """Set torch's older switches: once its newer ones are used, torch.compile cannot read the setting."""
+        """Set torch's older switches: after its newer ones are used, torch.compile cannot read the setting."""
         torch.backends.cuda.matmul.allow_tf32 = matmul == "tf32"
         torch.backends.cudnn.allow_tf32 = matmul == "tf32"
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a tensor at the same address: what torch has pinned is the device's, too (unified addressing)."""
+        """Return a tensor at the same address: the device addresses pinned memory directly (unified addressing)."""
         return torch.as_tensor(_PinnedMemory(memory), device=self.device).view(memory.dtype)
 
     def current_stream_int(self) -> int:
@@ -48,7 +48,7 @@ class Cuda(Accelerator):
 
 
 class _PinnedMemory:
-    """Show the bytes of a pinned tensor as memory of the device, by the protocol that numba and CuPy share."""
+    """Present a pinned tensor's bytes as device memory (``__cuda_array_interface__``, as in numba and CuPy)."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

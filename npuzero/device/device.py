@@ -1,4 +1,4 @@
-"""The interface of a kind of device: what the engine and ``npuzero info`` need of it beyond torch."""
+"""The interface of a kind of device: the functions that the engine and ``npuzero info`` need beyond torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Event(Protocol):
         """Mark the point that the current (or given) stream has reached."""
 
     def wait(self, stream: Any = None) -> None:
-        """Let the current (or given) stream wait for the point; the host does not wait."""
+        """Make the current (or given) stream wait for the point; the host does not wait."""
 
     def query(self) -> bool:
         """Return whether the point is reached."""
 
     def synchronize(self) -> None:
-        """Let the host wait for the point."""
+        """Wait on the host until the point is reached."""
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Say whether devices of a kind can be used here; if not, ``reason`` says why and ``do`` what helps."""
+    """Describe whether devices of a kind can be used here; if not, the ``reason`` and the remedy (``do``)."""
 
     ok: bool
     reason: str = ""
@@ -47,11 +47,11 @@ class MemoryFigures:
 class Device(ABC):
     """Describe one device of one kind. Made by `npuzero.device.get`; holds no resources."""
 
-    #: torch's word for the kind, and the key of its kernels.
+    #: torch's device type, and the key of its kernels.
     kind: ClassVar[str]
-    #: the torch.distributed backend that serves it.
+    #: the torch.distributed backend of the kind.
     backend: ClassVar[str]
-    #: whether ops may be in a graph that is captured, and replayed.
+    #: whether a captured graph with our ops can be replayed.
     replays: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Device(ABC):
     @classmethod
     @abstractmethod
     def available(cls) -> Availability:
-        """Return whether devices of this kind can be used; starts none of them."""
+        """Return whether devices of this kind can be used, without initializing one."""
 
     @classmethod
     @abstractmethod
@@ -77,31 +77,31 @@ class Device(ABC):
         """Describe the device in words: its model, generation and cores."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what a report tells of the device; ``nominal_gbs`` is its memory's bandwidth, where that is known."""
+        """Return facts about the device for reports; ``nominal_gbs``, if known, is its memory bandwidth in GB/s."""
         return {"capability": self.capability(), "memory_bytes": self.memory().total}
 
     @abstractmethod
     def current_stream_int(self) -> int:
-        """Return the current stream as an integer. Ask before every launch: asking has effects on npu."""
+        """Return the current stream as an integer. Call it before every launch: on npu the call has side effects."""
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check that the engine can rely on the device's settings, and on these tensors of a model on it.
+        """Check that the engine supports the device's settings and these tensors of a model.
 
         Raises:
-            ConfigError: it cannot, saying why.
+            ConfigError: a setting or a tensor is not supported; the error has the reason.
         """
         return
 
     def check_reach(self) -> None:
-        """Check that kernels of the device can address the host's memory.
+        """Check that kernels of the device can address host memory.
 
         Raises:
-            ConfigError: they cannot, saying why.
+            ConfigError: kernels cannot; the error has the reason.
         """
         return
 
     def open_host(self, memory: torch.Tensor) -> None:
-        """Let kernels of the device address ``memory``: pinned, whole pages; until its storage is freed.
+        """Register ``memory`` (pinned, a multiple of a page) for kernels of the device, until its storage is freed.
 
         Raises:
             ConfigError: the device refuses.
@@ -110,16 +110,17 @@ class Device(ABC):
 
     @abstractmethod
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the device, for its kernels, over a 1-D part of what :meth:`open_host` was told of; it is
-        the caller's to keep that alive.
+        """Return a device tensor, for kernels, over a 1-D part of memory registered by :meth:`open_host`.
+
+        The caller must keep the memory alive.
         """
 
     @abstractmethod
     def make_event(self) -> Event:
-        """Return a new event, not recorded yet, without timing."""
+        """Return a new event without timing, not recorded yet."""
 
     def capturing(self) -> bool:
-        """Return whether work issued on the current stream is being captured in a graph instead of run."""
+        """Return whether the current stream is being captured into a graph."""
         return False
 
     @abstractmethod
@@ -132,7 +133,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Let the host wait for all work of the device."""
+        """Wait on the host until all work of the device is done."""
 
     @abstractmethod
     def memory(self) -> MemoryFigures:
@@ -140,8 +141,8 @@ class Device(ABC):
 
     @abstractmethod
     def trim(self) -> None:
-        """Give back what torch's allocator keeps for tensors to come."""
+        """Release the memory that torch's allocator caches."""
 
     @abstractmethod
     def reset_peak(self) -> bool:
-        """Restart the peak figure; return False where the system does not allow it."""
+        """Reset the peak figure; return False if the system does not allow it."""

@@ -1,4 +1,4 @@
-"""Handles: how a caller waits for asynchronous work, whatever does it."""
+"""Handles: wait for asynchronous work of any kind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 
 class AsyncHandle(ABC):
-    """Stand for work under way: a collective, or a step on a lane."""
+    """Represent work in flight: a collective, or a step on a lane."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the result (on an accelerator: have the current stream wait); may be called any number of times.
+        """Wait for the result (on an accelerator: make the current stream wait). May be called repeatedly.
 
         Raises:
             CollectiveError: a collective failed; its communicator is broken.
@@ -24,7 +24,7 @@ class AsyncHandle(ABC):
 
 
 class ReadyHandle(AsyncHandle):
-    """Stand for work that was done within the call."""
+    """Represent work that is already done."""
 
     def wait(self) -> None:
         return
@@ -34,9 +34,9 @@ class ReadyHandle(AsyncHandle):
 
 
 def wait_quietly(handles: Iterable[AsyncHandle]) -> None:
-    """Wait until none of ``handles`` is under way, and ignore their errors.
+    """Wait until all ``handles`` are done, and ignore their errors.
 
-    For cleanup after an error: memory that pending work reads or writes must stay until that work is over.
+    For cleanup after an error: memory that pending work reads or writes must stay until the work is done.
     """
     for handle in handles:
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""The library of npu kernels: its sources, and the places where a built one is looked for.
+"""Locate the library of npu kernels and its sources.
 
-It is built by CANN, apart from the extension: by ``npuzero build-npu``, which keeps one for each release of CANN,
-architecture and text of the sources, or at installation where CANN is found.
+CANN builds it, separately from the extension: in ``npuzero build-npu``, which caches one library per CANN release,
+architecture and source text, or at installation if CANN is found.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from npuzero.config import Toolkit, cache_folder, find_toolkit, read_environment
 from npuzero.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Where an installation that finds CANN leaves the library.
+#: The path of the library if the installation built it.
 INSTALLED = _PACKAGE / "kernels" / LIBRARY
 
 
 def kernel_sources() -> Path:
-    """Return the folder with the kernels and their CMakeLists.txt: in the package where installed, else beside it."""
+    """Return the folder of the kernels and their CMakeLists.txt: in the installed package, else next to it."""
     inside = _PACKAGE / "csrc" / "npu"
     return inside if inside.is_dir() else _PACKAGE.parent / "csrc" / "npu"
 
 
 def cached_library_path(toolkit: Toolkit, architecture: str = ARCHITECTURE) -> Path:
-    """Return the path where ``npuzero build-npu`` leaves the library of these sources."""
+    """Return the path where ``npuzero build-npu`` stores the library of these sources."""
     digest = hashlib.sha256()
     for path in sorted(kernel_sources().glob("*")):
         if path.is_file():
@@ -36,7 +36,7 @@ def cached_library_path(toolkit: Toolkit, architecture: str = ARCHITECTURE) -> P
 
 
 def find_library() -> Path | None:
-    """Return the library to use, if any: NPUZERO_NPU_KERNELS, else the one built for this CANN, else the installed one.
+    """Return the library to use, or None: NPUZERO_NPU_KERNELS, else the cached one for this CANN, else the installed.
 
     Raises:
         ConfigError: NPUZERO_NPU_KERNELS names no file.
@@ -52,7 +52,7 @@ def find_library() -> Path | None:
 
 
 def why_no_library() -> str | None:
-    """Return why the last attempt to build the library failed, to the compiler's last word; None if none failed."""
+    """Return the full error output of the last failed build of the library; None if no build failed."""
     reasons = (cann.get_failure_file(path) for path in _library_paths())
     return next((path.read_text(encoding="utf-8").strip() for path in reasons if path.is_file()), None)
 

@@ -1,10 +1,10 @@
-"""Lanes: steps that run one after another beside the caller.
+"""Lanes: run steps in order, asynchronously to the caller.
 
 On the host a lane is a thread; on an accelerator it is a stream, so that the current stream waits only at ``wait()``.
-Whatever moves bytes beside the computation runs on a lane: a collective made of several, a copy between memories.
+Transfers that overlap with computation run on a lane: a collective made of several, a copy between memories.
 
-A lane knows nothing of ranks. A caller whose steps meet other ranks gives it two functions: ``patience`` waits for a
-step, and ``door`` raises where no step may be queued any more.
+A lane has no notion of ranks. A caller with steps that communicate passes two functions: ``patience`` waits for a step,
+and ``door`` raises if no step may be queued.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 
 from npuzero.device.handle import AsyncHandle
 
-#: Wait until the event is set, or raise why it never will be.
+#: Wait until the event is set, or raise the reason why it never will be.
 Patience = Callable[[threading.Event], object]
 
 
 class WorkLane(ABC):
-    """Run steps in order, each once the one before it is done."""
+    """Run steps in order, each after the previous one is done."""
 
     @abstractmethod
     def run(self, step: Callable[[], None]) -> AsyncHandle:
-        """Queue ``step``; the handle's ``wait()`` raises what the step raised."""
+        """Queue ``step``; the handle's ``wait()`` raises the error of the step."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
@@ -36,11 +36,11 @@ class WorkLane(ABC):
 
 
 class LaneThread(threading.Thread):
-    """Run the steps of a lane; the threads that queued them do the waiting."""
+    """Run the steps of a lane. Only the threads that queued them wait."""
 
 
 class HostHandle(AsyncHandle):
-    """Stand for a step on a :class:`HostLane`."""
+    """Represent a step on a :class:`HostLane`."""
 
     def __init__(self, patience: Patience) -> None:
         self.event = threading.Event()
@@ -58,11 +58,11 @@ class HostHandle(AsyncHandle):
 
 
 class HostLane(WorkLane):
-    """Run steps on a thread, which starts with the first of them.
+    """Run steps on a thread, which starts with the first step.
 
     Args:
         name: of the thread.
-        door: called before a step is queued, on the caller's thread; raises where none may be.
+        door: called on the caller's thread before a step is queued; raises if no step may be queued.
     """
 
     def __init__(self, name: str, door: Callable[[], None] = lambda: None) -> None:
@@ -75,7 +75,7 @@ class HostLane(WorkLane):
         """Queue ``step``; waiting for it calls ``patience``."""
         self._door()
         if self._thread is None:
-            # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.
+            # A daemon, so that a step waiting for a dead peer does not block interpreter exit.
             self._thread = LaneThread(target=self._work, name=f"npuzero-{self._name}", daemon=True)
             self._thread.start()
         handle = HostHandle(patience)
@@ -85,7 +85,7 @@ class HostLane(WorkLane):
     def close(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._steps.put(None)
-            # A finalizer may close it within one of its own steps: garbage is collected on any thread.
+            # Garbage is collected on any thread, so a finalizer may close the lane from the lane's thread.
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout_s)
 
@@ -97,13 +97,13 @@ class HostLane(WorkLane):
                     step()
             except BaseException as error:
                 handle.error = error
-            del step, item  # the tensors a step holds are the caller's again
+            del step, item  # release the step's tensors before the caller continues
             handle.event.set()
-            del handle  # an error's traceback has the frames of all who have waited, and what they hold
+            del handle  # its error's traceback refers to the frames of all waiting callers
 
 
 class StreamHandle(AsyncHandle):
-    """Stand for a step on a StreamLane; keep it, and so its tensors, until the current stream waits for it."""
+    """Represent a step on a StreamLane; keep it, and so its tensors, until the current stream waits for it."""
 
     def __init__(self, module: Any, event: Any, step: Callable[[], None]) -> None:
         self._module = module
@@ -119,7 +119,7 @@ class StreamHandle(AsyncHandle):
 
 
 class StreamLane(WorkLane):
-    """Run steps on a stream of the device beside the current one."""
+    """Run steps on a separate stream of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = getattr(torch, device.type)
@@ -138,5 +138,5 @@ class StreamLane(WorkLane):
 
 
 def make_lane(device: torch.device, name: str, door: Callable[[], None] = lambda: None) -> WorkLane:
-    """Return the lane that suits ``device``; for ``door`` see :class:`HostLane`: a stream has none."""
+    """Return a lane for ``device``. ``door`` is for a :class:`HostLane`; a stream lane ignores it."""
     return HostLane(name, door) if device.type == "cpu" else StreamLane(device)

@@ -1,9 +1,9 @@
-"""Ascend NPUs, through torch_npu, which is imported only when an npu is asked for.
+"""Ascend NPUs, through torch_npu, which is imported only when an npu is requested.
 
 Emulated, binding tested (against the real torch_npu, over a fake of CANN's libraries); not yet run on NPU hardware.
 
-The stream is fetched before every launch and never kept: fetching it drains torch_npu's host task queue, without which
-a kernel launched on the raw stream can overtake operators that torch issued before it.
+The stream is fetched before every launch and never stored: fetching it drains torch_npu's host task queue. Otherwise a
+kernel launched on the raw stream can overtake operators that torch issued before it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from npuzero.device.accelerator import Accelerator
 from npuzero.device.device import Availability
 from npuzero.errors import ConfigError
 
-# The kernel driver's node, the same for every card; a process cannot reach an NPU without it.
+# The kernel driver's node, the same for every card; a process cannot use an NPU without it.
 DRIVER = Path("/dev/davinci_manager")
 
-# Where the driver and the firmware say what they are: in the folder that their installers name, or the usual one.
+# Locations of the version files of driver and firmware: the folder named by their installers, else the default one.
 INSTALLED = Path("/etc/ascend_install.info")
 USUAL = Path("/usr/local/Ascend")
 
-# GB/s of HBM, by the beginning of the processor's name, as documents of CANN count with it; not measured.
+# GB/s of HBM by prefix of the processor's name, from CANN's documents; not measured.
 _NOMINAL_GBS = {"Ascend910B1": 1600, "Ascend910B2": 1600, "Ascend910B3": 1600}
 
-# Formats whose elements lie in memory as a contiguous tensor's do; the others are tiled for the cube unit.
+# Formats with the memory order of a contiguous tensor; the remaining ones are tiled for the cube unit.
 _PLAIN = ("ND", "NCHW", "NHWC", "NCDHW", "NCL")
 
 
-# By which kernels address the host's memory, as torch_npu's own tensors in it do (empty_with_swapped_memory), and
-# ACL_HOST_REGISTER_MAPPED of CANN's aclrtHostRegisterType.
+# Functions that map host memory for kernels, as torch_npu does in empty_with_swapped_memory, and the value of
+# ACL_HOST_REGISTER_MAPPED in CANN's aclrtHostRegisterType.
 _MAP, _UNMAP, _MAPPED = "aclrtHostRegister", "aclrtHostUnregister", 0
 _STORAGE, _TENSOR = "_construct_storage_from_data_pointer", "_construct_NPU_Tensor_From_Storage_And_Metadata"
 
-#: Memory of the host that the device addresses: by its begin there, its end there and its begin for the device.
+#: Host memory mapped for the device: host begin address to (host end address, device begin address).
 _open: dict[int, tuple[int, int]] = {}
 
 
@@ -56,7 +56,7 @@ def _unmap_memory(begin: int) -> None:
 
 
 def driver_versions() -> dict[str, str | None]:
-    """Return the versions of ``driver`` and ``firmware`` as they spell them; None where they do not tell."""
+    """Return the versions of ``driver`` and ``firmware`` as in their version files; None if not found."""
     return {part: _installed_version(part) for part in ("driver", "firmware")}
 
 
@@ -66,7 +66,7 @@ def _installed_version(part: str) -> str | None:
 
 
 def _read_value(path: Path, key: str) -> str | None:
-    """Return the value of ``key`` in a file of lines ``key=value``; None where there is no file or no such line."""
+    """Return the value of ``key`` in a file of ``key=value`` lines; None without such a file or line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _read_value(path: Path, key: str) -> str | None:
 class Npu(Accelerator):
     kind = "npu"
     backend = "hccl"
-    replays = False  # a launch reads its table from a place that is another launch's by then
+    replays = False  # a replayed launch reads its table from memory that another launch has reused
 
     @classmethod
     def module(cls) -> ModuleType:
@@ -88,7 +88,7 @@ class Npu(Accelerator):
         """
         try:
             importlib.import_module("torch_npu")
-        except Exception as error:  # of any kind: it checks CANN's environment as it is imported
+        except Exception as error:  # any error: the import checks CANN's environment
             raise ConfigError(
                 "device npu",
                 expected="torch_npu, in the release for this torch, and CANN",
@@ -103,7 +103,7 @@ class Npu(Accelerator):
 
     @classmethod
     def available(cls) -> Availability:
-        """Look for the package and the driver; imports torch_npu only where both are there."""
+        """Find the package and the driver; import torch_npu only if both exist."""
         if importlib.util.find_spec("torch_npu") is None:
             release = ".".join(torch.__version__.split(".")[:2])
             return Availability(False, "torch_npu is not installed", f"pip install 'torch_npu=={release}.*'.")
@@ -137,7 +137,7 @@ class Npu(Accelerator):
         }
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check that the tensors have plain formats, that the device returns no others, and that overflows show.
+        """Check that tensors have plain formats, that operators return only these, and that overflows give inf or nan.
 
         Raises:
             ConfigError: an internal format is in use or allowed, or the device saturates.
@@ -168,7 +168,7 @@ class Npu(Accelerator):
                 )
 
     def check_reach(self) -> None:
-        """Check for CANN's call that maps the host's memory, and torch_npu's that make a tensor of an address."""
+        """Check for the CANN functions that map host memory, and the torch_npu functions that wrap an address."""
         torch_npu: Any = importlib.import_module("torch_npu")
         lacking = [name for name in (_MAP, _UNMAP) if not hasattr(_load_ascendcl(), name)]
         lacking += [name for name in (_STORAGE, _TENSOR) if not hasattr(torch_npu._C, name)]

@@ -1,4 +1,13 @@
-"""Memory spaces: allocate the buffers of the training state, and count them."""
+"""Memory spaces: allocate the buffers of the training state on the device, the host and NVMe, and count them.
+
+In: numel, dtype and a label (parameters, gradients, states, buffers). Out: zeroed flat buffers or file stores, with
+held and peak bytes by label. ``MemorySpaces`` maps each memory that a plan can name to its space.
+
+``HostCopier`` copies between device and host. ``BufferPool``, ``PagePool`` and ``BufferRing`` reuse buffers, so that a
+steady step allocates nothing.
+
+Read first: ``space.py``, ``device.py``, ``file.py``.
+"""
 
 from npuzero.memory.device import DeviceSpace, allocate_zeros
 from npuzero.memory.evacuation import SpaceOffload, find_foreign_buffers

@@ -1,4 +1,4 @@
-"""The memory of the device that computes: torch's allocator on an accelerator, pages of the process on the CPU."""
+"""Allocate memory of the computing device: torch's allocator on an accelerator, pages of the process on the CPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from npuzero import _native
 from npuzero import device as devices
 from npuzero.memory.space import MemorySpace, ReleasableBuffer, TransientBuffer, view_as_bytes
 
-# Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back
-# entirely when they are freed, and may lie in huge pages.
+# Host buffers of this size or more are mapped separately from the heap: they leave no holes in it, all their memory
+# returns to the system when they are freed, and they may use huge pages.
 _MAPPED_BYTES = 2**20
 
 
 class DeviceSpace(MemorySpace):
     """Allocate buffers on the device where the rank computes.
 
-    While a transient is released, the other transients of this space may have its memory; on an accelerator, all that
-    torch allocates.
+    Memory of a released transient buffer is reused by other transient buffers of this space; on an accelerator by any
+    allocation of torch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class DeviceSpace(MemorySpace):
         return _StorageTransient(self, numel, dtype, label)
 
     def blocks(self) -> Iterator[ReleasableBuffer]:
-        """Yield what has memory now, of all that this space has made."""
+        """Yield the buffers of this space that have memory now."""
         for (_, label), buffer in list(self._buffers.items()):
             if buffer.numel():
                 raw, nbytes = view_as_bytes(buffer), buffer.untyped_storage().nbytes()
@@ -50,7 +50,7 @@ class DeviceSpace(MemorySpace):
                 )
 
     def _give(self, label: str, raw: Tensor) -> None:
-        """Give the memory of a buffer back: on the CPU its address stays, elsewhere its storage."""
+        """Release the memory of a buffer: on the CPU its address stays, on an accelerator its storage object."""
         if self.device.type == "cpu":
             _native.host.vacate(raw.data_ptr(), raw.nbytes)
         else:
@@ -58,7 +58,7 @@ class DeviceSpace(MemorySpace):
         self.count(label, -raw.nbytes)
 
     def _take(self, label: str, raw: Tensor, storage_bytes: int) -> None:
-        if self.device.type != "cpu":  # there memory comes with the first touch
+        if self.device.type != "cpu":  # on the CPU, memory returns with the first access
             try:
                 raw.untyped_storage().resize_(storage_bytes)
             except RuntimeError as error:
@@ -66,7 +66,7 @@ class DeviceSpace(MemorySpace):
         self.count(label, raw.nbytes)
 
     def trim(self) -> None:
-        """Give back to the device, or the system, what is kept for buffers to come."""
+        """Release cached memory to the device or the system."""
         self.stock.trim()
         devices.get(self.device).trim()
 
@@ -75,14 +75,14 @@ class DeviceSpace(MemorySpace):
 
 
 def allocate_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a zeroed 1-D buffer that no space counts; on the host a large one goes back to the system when freed."""
+    """Return a zeroed 1-D buffer that no space counts. A large one on the host returns to the system when freed."""
     if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
         return torch.frombuffer(_map_memory(numel * dtype.itemsize), dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class _PagedTransient(TransientBuffer):
-    """Hold a transient on the host: its pages come from, and return to, a stock of the space (csrc/host/pages.h)."""
+    """Hold a transient buffer on the host; its pages come from a stock of the space (csrc/host/pages.h)."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)
@@ -97,7 +97,7 @@ class _PagedTransient(TransientBuffer):
 
 
 class _StorageTransient(TransientBuffer):
-    """Hold a transient on an accelerator: its storage is resized, and torch's caching allocator has the rest."""
+    """Hold a transient buffer on an accelerator; its storage is resized, through torch's caching allocator."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)
@@ -113,6 +113,6 @@ class _StorageTransient(TransientBuffer):
 
 def _map_memory(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
+    with contextlib.suppress(OSError):  # only advice; kernels built without huge pages refuse it
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

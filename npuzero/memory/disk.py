@@ -1,4 +1,4 @@
-"""Room on disks: what rests there is in no tensor, but in stores, and comes to the host extent by extent."""
+"""Allocate file stores on disks. Data there is in no tensor; it is read to the host by extent."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from npuzero.memory.space import MemorySpace, TransientBuffer
 
 
 class DiskSpace(MemorySpace):
-    """Make stores in the folders that the settings name, and count what they are for."""
+    """Make file stores in the folders of the settings, and count their bytes by label."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(torch.device("cpu"))
         self._settings = settings
 
     def store(self, nbytes: int) -> FileStore:
-        """Return a store of ``nbytes``, zeros.
+        """Return a zeroed store of ``nbytes``.
 
         Raises:
-            ConfigError: no folder is named, or one that cannot be used.
+            ConfigError: no folder is set, or a folder cannot be used.
             OutOfSpace: a disk has no room for its part.
         """
         folders = [Path(folder) for folder in nvme_folders(self._settings)]

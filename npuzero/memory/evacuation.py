@@ -1,4 +1,4 @@
-"""The evacuation of a device: what lies in its memory goes to the host, byte for byte, and comes back."""
+"""Offload an engine's device memory to the host, byte for byte, and bring it back."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from npuzero.plan import Memory
 
 
 class SpaceOffload:
-    """Hold on the host what the device's space of one engine had; nothing uses that memory meanwhile."""
+    """Hold copies on the host of an engine's device buffers. No code may use these buffers while offloaded."""
 
     def __init__(self, spaces: MemorySpaces) -> None:
         self._spaces = spaces
         self._away: list[tuple[ReleasableBuffer, Tensor]] = []
-        self._fresh = False  # nothing rests on the host otherwise
+        self._fresh = False  # the host space was created for the offload
 
     @property
     def nbytes(self) -> int:
-        """Return how much is on the host that belongs on the device."""
+        """Return the number of offloaded bytes."""
         return sum(copy.nbytes for _, copy in self._away)
 
     @torch.no_grad()
     def leave(self, others: Sequence[ReleasableBuffer] = ()) -> list[Tensor]:
-        """Bring what the device's space has made, and ``others``, to the host, and give the device's memory back.
+        """Copy the buffers of the device's space, and ``others``, to the host, and release their device memory.
 
         Returns:
-            of the others the bytes on the host; what is written there comes back.
+            the host copies of ``others``, as bytes; writes into them are copied back.
 
         Raises:
             OutOfSpace: the host has no room; nothing has moved.
@@ -57,10 +57,10 @@ class SpaceOffload:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Bring everything back.
+        """Copy all buffers back to the device.
 
         Raises:
-            OutOfSpace: the device has no room for all of it; what has not come back is on the host still.
+            OutOfSpace: the device has no room for all of them; the remaining ones are still on the host.
         """
         mover = self._spaces.mover
         while self._away:
@@ -71,7 +71,7 @@ class SpaceOffload:
             self._forget(1)
 
     def _forget(self, n: int) -> None:
-        """Drop the first ``n`` copies."""
+        """Delete the first ``n`` copies; close the host space after the last if the offload created it."""
         for block, copy in self._away[:n]:
             self._spaces.host.count(block.label, -copy.nbytes)
         del self._away[:n]
@@ -80,7 +80,7 @@ class SpaceOffload:
 
 
 def find_foreign_buffers(tensors: Iterable[Tensor], label: str) -> Iterator[ReleasableBuffer]:
-    """Yield the storages of tensors that no space has made, each once, where torch can resize them."""
+    """Yield the resizable storages of tensors that no space allocated, each once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     for storage in storages.values():
         nbytes = storage.nbytes()

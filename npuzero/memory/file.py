@@ -1,4 +1,4 @@
-"""A store of bytes in files without names: training state that rests on a disk."""
+"""Store bytes of the training state in unnamed files on disks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuzero import _native
 from npuzero.device.handle import AsyncHandle
 from npuzero.errors import ConfigError, ContractError, NpuZeroError, OutOfSpace, StateError, StorageError
 
-#: Offsets, lengths and addresses are multiples of it: what the sectors of every disk divide.
+#: Offsets, lengths and addresses are multiples of it; every disk's sector size divides it.
 BLOCK = 4096
 
 _HUGE_PAGE = 2 << 20
@@ -32,24 +32,24 @@ _OTHER_FOLDER = "Name a folder on a local disk that this process may write to."
 
 
 class FileStore:
-    """Keep bytes in a nameless file of each of the ``folders``, in stripes that go round among them.
+    """Store bytes in an unnamed file in each of the ``folders``, striped round-robin.
 
-    The files have no names: nothing is left of them when the process ends, however it ends. Requests run beside the
-    caller, in any order: he waits for one before he begins another of the same bytes, and leaves its buffer alone until
-    then. Any thread may call. A store that is dropped finishes what is under way.
+    The files have no names, so nothing remains when the process ends, even if it is killed. Requests run
+    asynchronously, in any order. The caller must wait for a request before starting another on the same bytes, and must
+    not touch its buffer until then. Any thread may call. A deleted store finishes its pending requests.
 
     Args:
-        folders: on disks; each file takes its part of the bytes at once, so that no later write runs out of them.
-        nbytes: what the store holds, rounded up to whole blocks; zeros at first.
-        threads: for each folder.
-        verify: compare what is read with the checksums (CRC32C of each block) of what was written.
+        folders: on disks; each file allocates its part of the bytes at once, so that no later write runs out of space.
+        nbytes: size, rounded up to a multiple of the block; initially zero.
+        threads: per folder.
+        verify: check reads against the checksums of the writes (CRC32C of each block).
 
     Attributes:
-        direct: whether bytes go past the page cache (O_DIRECT) in all folders.
-        moved: bytes asked for so far, by "read" and "write".
+        direct: whether all folders bypass the page cache (O_DIRECT).
+        moved: requested bytes so far, by "read" and "write".
 
     Raises:
-        ConfigError: a folder is not there, cannot be written, or is memory.
+        ConfigError: a folder does not exist, is not writable, or is in memory (tmpfs).
         OutOfSpace: a disk cannot hold its part.
         StorageError: a disk failed.
     """
@@ -68,42 +68,45 @@ class FileStore:
             raise _refused_store_error(error, self.folders, needed) from error
         self.direct: bool = self._store.direct
         self._lock = threading.Lock()
-        self._under_way: list[tuple[Any, Tensor]] = []  # requests, and the buffers that must outlast them
+        self._under_way: list[tuple[Any, Tensor]] = []  # requests, and their buffers, kept alive until they end
         self._close = weakref.finalize(self, _close_store, self._store, self._under_way)
 
     def read(self, offset: int, buffer: Tensor) -> AsyncHandle:
-        """Fill ``buffer`` with the bytes from ``offset`` on.
+        """Start to fill ``buffer`` with the bytes from ``offset`` on.
 
-        Waiting for the handle raises a StorageError where the disk failed, or gave back other bytes than were written.
+        Waiting for the handle raises a StorageError if the disk failed, or returned other bytes than were written.
 
         Raises:
-            ContractError: no buffer as of :meth:`aligned`, or not within the store.
+            ContractError: the buffer is not like one of :meth:`aligned`, or the range is not within the store.
             StateError: the store is closed.
         """
         return self._start("read", offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> AsyncHandle:
-        """Put the bytes of ``buffer`` to ``offset``; else as :meth:`read`."""
+        """Start to write ``buffer`` at ``offset``; the same rules as for :meth:`read`."""
         return self._start("write", offset, buffer)
 
     @staticmethod
     def aligned(nbytes: int) -> Tensor:
-        """Return ``nbytes`` zeroed bytes [nbytes] on pages of their own, which requests may use.
+        """Return a zeroed uint8 buffer [nbytes] on separate pages, for requests.
 
-        A process that is forked from this one does not have them.
+        A forked process does not have these pages.
         """
         pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A disk may be writing to a page while somebody forks (a DataLoader, say): whose copy it is must not be asked.
+        # A disk may write to a page while the process forks (a DataLoader). Copy-on-write could then move this
+        # process to a copy that the disk does not write to.
         pages.madvise(mmap.MADV_DONTFORK)
         if nbytes >= _HUGE_PAGE:
-            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer of them to pin for each transfer
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin per transfer
         return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
     def close(self) -> None:
-        """Wait for what is under way, and give the disk back; may be called again."""
+        """Wait for pending requests and free the disk space. May be called again."""
         self._close()
 
     def _start(self, verb: str, offset: int, buffer: Tensor) -> AsyncHandle:
+        # O_DIRECT needs address, offset and length in multiples of a block. `_under_way` keeps the buffer alive until
+        # the request ends, even if the caller drops both buffer and handle.
         nbytes = buffer.numel()
         plain = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
         whole = not (offset % BLOCK or nbytes % BLOCK or buffer.data_ptr() % BLOCK)
@@ -128,7 +131,7 @@ class FileStore:
 
 
 class _FileTransfer(AsyncHandle):
-    """Wait for a request, and say what befell it."""
+    """Wait for a request and raise its error."""
 
     def __init__(self, request: Any, verb: str, folders: Sequence[Path]) -> None:
         self._request = request
@@ -139,8 +142,8 @@ class _FileTransfer(AsyncHandle):
         """Wait for the bytes.
 
         Raises:
-            StorageError: the disk failed, the file is shorter than it was, or its bytes are not those written.
-            OutOfSpace: the disk has no room, although the file has taken its own.
+            StorageError: the disk failed, the file became shorter, or the bytes differ from those written.
+            OutOfSpace: the disk has no room, although the file was allocated in full.
         """
         trouble = self._request.wait()
         if trouble is not None:
@@ -152,7 +155,7 @@ class _FileTransfer(AsyncHandle):
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """Raise a ConfigError unless there are folders, and all of them lie on disks."""
+    """Raise a ConfigError unless there is a folder and all folders are on disks."""
     if not folders:
         raise ConfigError(
             "folders of a store", expected="one at least", got="none", do="Name folders on local disks: nvme_paths."
@@ -174,13 +177,13 @@ def check_folders(folders: Sequence[Path]) -> None:
 
 
 def _close_store(store: Any, under_way: list[tuple[Any, Tensor]]) -> None:
-    """Close the store, and only then drop the buffers."""
+    """Close the store, which ends all requests, before freeing their buffers."""
     store.close()
     under_way.clear()
 
 
 def _bytes_by_folder(folders: Sequence[Path], nbytes: int) -> dict[Path, int]:
-    """Return for each folder what is asked of its disk: the parts of all folders that lie on it."""
+    """Return the bytes needed on each folder's disk: the sum over all folders on that disk."""
     disks = [os.stat(folder).st_dev for folder in folders]
     needs: Counter[int] = Counter()
     for index, disk in enumerate(disks):
@@ -196,7 +199,7 @@ def _check_room(folders: Sequence[Path], nbytes: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return the bytes that are free on the folder's disk; None where the folder is gone."""
+    """Return the free bytes of the folder's disk; None if the folder is gone."""
     try:
         facts = os.statvfs(folder)
     except OSError:
@@ -218,7 +221,7 @@ def _out_of_space_error(folder: Path, needed: int, why: str, do: str = _MAKE_ROO
 
 
 def _refused_store_error(error: OSError, folders: Sequence[Path], needs: dict[Path, int]) -> NpuZeroError:
-    """Return the error for a store that the system refuses to make."""
+    """Return the error for a store that the system refuses to create."""
     folder = next((folder for folder in folders if str(error.strerror).startswith(f"{folder}: ")), folders[0])
     reason = os.strerror(error.errno or 0)
     if error.errno in _NO_ROOM:

@@ -1,4 +1,4 @@
-"""The memory of the host: pages of the process, pinned where an accelerator computes, so that copies run beside it."""
+"""Allocate host memory: pages of the process, pinned if an accelerator computes, so that copies overlap with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class HostSpace(DeviceSpace):
     """Allocate buffers in the host's memory.
 
     Args:
-        beside: where the rank computes. On a CPU that is the same memory, and counted apart all the same.
-        limit: bytes that may be held here; 0: as many as there are.
-        reached: kernels of the device address what lies here.
+        beside: the device where the rank computes. A CPU uses the same memory, but the host space counts separately.
+        limit: maximum bytes to hold; 0: no limit.
+        reached: kernels of the device access this memory in place.
     """
 
     def __init__(self, beside: torch.device, limit: int = 0, reached: bool = False) -> None:
@@ -41,15 +41,15 @@ class HostSpace(DeviceSpace):
         return allocate_zeros(numel, dtype, self.device)
 
     def pages(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed 1-D buffer that begins on a page, however small it is; as a source of :meth:`allocate`."""
+        """Return a zeroed 1-D buffer of any size that begins on a page; a source for :meth:`allocate`."""
         nbytes = numel * dtype.itemsize
-        if self._pinned:  # wherever the device's allocator puts it
+        if self._pinned:  # the device's allocator does not align to pages
             return _align_to_page(self._zeros(nbytes + PAGE_BYTES, torch.uint8)).view(dtype)
         self.check_room(nbytes)
         return FileStore.aligned(nbytes).view(dtype)
 
     def check_room(self, nbytes: int) -> None:
-        """Raise OutOfSpace where ``nbytes`` more are beyond the limit."""
+        """Raise OutOfSpace if ``nbytes`` more would exceed the limit."""
         held = sum(self.held.values())
         if self._limit and held + nbytes > self._limit:
             raise OutOfSpace(
@@ -63,6 +63,6 @@ class HostSpace(DeviceSpace):
 
 
 def _align_to_page(memory: Tensor) -> Tensor:
-    """Return so much of ``memory``, a page less, as begins on a page."""
+    """Return the part of ``memory`` that begins on a page and is one page shorter."""
     first = -memory.data_ptr() % PAGE_BYTES
     return memory[first : first + memory.numel() - PAGE_BYTES]

@@ -1,4 +1,4 @@
-"""Copies between the device and the host: payload counted by link, beside the computation on an accelerator."""
+"""Copy between the device and the host, counted by link; copies overlap with computation on an accelerator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from npuzero.plan import TO_DEVICE, TO_HOST
 
 
 class HostCopier:
-    """Copy on behalf of one thread, in the order of the calls.
+    """Copy for one thread, in the order of the calls.
 
-    On an accelerator copies run on a stream of their own, after what :meth:`follow` was called behind; ``wait()`` of a
-    handle keeps the host until the copy has arrived, for the host reads what came, or may write again where it came
-    from.
+    On an accelerator copies run on a separate stream, after the work that :meth:`follow` waited for. ``wait()`` of a
+    handle blocks the host until the copy is done, because the host then reads the target or rewrites the source.
 
     Attributes:
         moved: bytes by link.
@@ -30,39 +29,39 @@ class HostCopier:
         self._device = device
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._stream = self._module and self._module.Stream(device)
-        self._busy = False  # whether the stream was given work since the host last waited for it
+        self._busy = False  # whether the stream got work since the host last waited for it
 
     def to_host(self, target: Tensor, source: Tensor) -> AsyncHandle:
-        """Copy ``source``, on the device, into ``target`` of the host; the source may be released at once."""
+        """Copy ``source`` on the device into ``target`` on the host; the source may be released at once."""
         self.moved[TO_HOST] += source.nbytes
         return self._copy(target, source, source)
 
     def to_device(self, target: Tensor, source: Tensor) -> AsyncHandle:
-        """Copy ``source``, of the host, into ``target`` on the device."""
+        """Copy ``source`` on the host into ``target`` on the device."""
         self.moved[TO_DEVICE] += source.nbytes
         return self._copy(target, source, target)
 
     def attend(self) -> None:
-        """Let the calling thread, which may be new, work with the device: a thread begins with another, or none."""
+        """Set the device of the calling thread: a new thread has another device, or none."""
         if self._module is not None:
             self._module.set_device(self._device)
 
     def follow(self) -> None:
-        """Let copies to come wait for what the calling thread's current stream has been given so far."""
+        """Make later copies wait for the work issued so far on the calling thread's current stream."""
         if self._stream is not None:
             self._stream.wait_stream(self._module.current_stream())
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Have what is launched inside run where copies do, in one order with them."""
+        """Run kernels launched in the block on the copy stream, in order with the copies."""
         self._busy = True
         return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
     def reach(self, memory: Tensor) -> Tensor:
-        """Return a tensor of the device over memory of either kind."""
+        """Return a device tensor over ``memory``, which is on the device or the host."""
         return memory if memory.device == self._device else devices.get(self._device).reach(memory)
 
     def arrival(self) -> AsyncHandle:
-        """Return a handle by which the current stream, not the host, waits for the copies so far."""
+        """Return a handle for the copies so far; its ``wait()`` makes the current stream wait, not the host."""
         if self._stream is None:
             return ReadyHandle()
         event = self._module.Event()
@@ -70,14 +69,14 @@ class HostCopier:
         return _StreamArrival(event, self._module)
 
     def snapshot(self, value: Tensor) -> tuple[Tensor, AsyncHandle]:
-        """Copy a few numbers to the host, whatever becomes of them on the device; they do not count."""
+        """Copy a few numbers to the host; they may then change on the device. Not counted in ``moved``."""
         taken = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
         return taken, self._copy(taken, value, value)
 
     def quiet(self) -> None:
-        """Let the host wait for all copies so far.
+        """Wait on the host until all copies so far are done.
 
-        Where there were none since the last call the device is not asked: a stream that is being captured may not be.
+        Without copies since the last call it does not synchronize, which is not allowed while a stream is captured.
         """
         if self._stream is not None and self._busy:
             self._stream.synchronize()
@@ -97,7 +96,7 @@ class HostCopier:
 
 
 class _HostArrival(AsyncHandle):
-    """Stand for a copy on a stream, for which the host waits."""
+    """Represent a copy on a stream; ``wait()`` blocks the host."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -110,7 +109,7 @@ class _HostArrival(AsyncHandle):
 
 
 class _StreamArrival(_HostArrival):
-    """Stand for copies on a stream, for which the current stream waits."""
+    """Represent copies on a stream; ``wait()`` makes the current stream wait."""
 
     def __init__(self, event: Any, module: Any) -> None:
         super().__init__(event)

@@ -1,7 +1,7 @@
-"""A pool of pages: memory that is lent in whole pages, which need not lie in one place, and is used again.
+"""Pool memory in pages. An allocation may consist of several runs of pages, and freed pages are reused.
 
-So whatever sizes come and go, it is as large as what was lent at once at most, without holes too small to be of
-use; a step like the one before allocates nothing.
+So for any sequence of sizes the pool grows only to the peak of the allocated pages (rounded up to segments), since no
+hole is too small to use. A step like the previous one allocates nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from npuzero.plan import round_up_pages
 
 
 class PageRun(NamedTuple):
-    """Name pages that follow each other: in which segment, and from and to which byte."""
+    """Identify consecutive pages: bytes ``[begin, end)`` of a segment."""
 
     segment: int
     begin: int
@@ -22,22 +22,22 @@ class PageRun(NamedTuple):
 
 
 class PagePool:
-    """Lend runs of pages out of segments, which it asks for as it needs more.
+    """Allocate runs of pages from segments, and request a new segment if pages are lacking.
 
     Args:
-        extend: called with the bytes that are lacking; allocates a segment that has them, of whole pages, and returns
-            how many bytes it has. The first segment is number 0.
+        extend: called with the number of missing bytes; allocates a segment of at least that size, a multiple of a
+            page, and returns its size. The first segment is number 0.
     """
 
     def __init__(self, extend: Callable[[int], int]) -> None:
         self._extend = extend
         self._segments = 0
         self._idle: list[PageRun] = []
-        # What came back, from any thread and in the midst of anything: runs are given back as objects die.
+        # Returned runs. Finalizers return them, so on any thread and at any time.
         self._returned: deque[PageRun] = deque()
 
     def take(self, nbytes: int) -> list[PageRun]:
-        """Return runs of ``nbytes`` in all, rounded up to whole pages; one run, wherever one is long enough."""
+        """Return runs of ``nbytes`` in total, rounded up to a page; a single run if one is long enough."""
         self._sort()
         nbytes = round_up_pages(nbytes)
         lacking = nbytes - sum(run.end - run.begin for run in self._idle)
@@ -55,11 +55,11 @@ class PagePool:
         return taken
 
     def give(self, runs: Iterable[PageRun]) -> None:
-        """Take runs back; from any thread."""
+        """Return runs to the pool, from any thread."""
         self._returned.extend(runs)
 
     def _sort(self) -> None:
-        """Put what came back in its place, and join runs that touch."""
+        """Sort returned runs into the idle ones, and join adjacent runs."""
         if not self._returned:
             return
         while self._returned:

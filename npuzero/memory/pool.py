@@ -1,4 +1,4 @@
-"""A pool of buffers that are used again instead of allocated again."""
+"""Pool buffers for reuse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from npuzero.memory.space import MemorySpace, Source
 
 
 class BufferPool:
-    """Lend buffers by length and dtype; a returned buffer goes to the next that asks, with its contents.
+    """Lend buffers by length and dtype. A returned buffer is lent again with its contents.
 
-    A kind names the contents that a user leaves behind (which elements of a communication buffer are zero, for one). A
-    buffer of the kind asked for is preferred, so that a steady step finds its buffers as it left them.
+    A kind identifies the contents that a user leaves in a buffer, for example the elements of a communication buffer
+    that are zero. A buffer of the requested kind is preferred, so a steady step finds its buffers as it left them.
     """
 
     def __init__(self, space: MemorySpace, source: Source | None = None, label: str = "buffers") -> None:
@@ -26,7 +26,7 @@ class BufferPool:
         self._lent: dict[int, Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, kind: Hashable = None) -> tuple[Tensor, bool]:
-        """Return a 1-D buffer of ``numel`` elements, and whether a user of this kind left it (or it is new)."""
+        """Return a 1-D buffer of ``numel`` elements, and whether it is new or was released with this kind."""
         idle = self._idle[numel, dtype]
         if not idle:
             left, buffer = kind, self._space.allocate(numel, dtype, self._label, self._source)
@@ -37,11 +37,11 @@ class BufferPool:
         return buffer, left == kind
 
     def release(self, buffer: Tensor, kind: Hashable = None) -> None:
-        """Take ``buffer`` back; the caller must hold no view of it any more."""
+        """Return ``buffer`` to the pool; the caller must hold no view of it."""
         self._lent.pop(buffer.data_ptr(), None)
         self._idle[buffer.numel(), buffer.dtype].append((kind, buffer))
 
     def reclaim(self) -> None:
-        """Take all buffers back whose users have raised, and will not return them; nothing uses any of them."""
+        """Return all lent buffers to the pool after an error: their users will not, and no code uses them."""
         for buffer in list(self._lent.values()):
             self.release(buffer)

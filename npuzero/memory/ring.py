@@ -1,4 +1,4 @@
-"""A ring: a few equal buffers of the host that what is moved chunk by chunk goes through in turn."""
+"""A ring of equal host buffers, used in turn for data that moves by chunk."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from npuzero.plan import round_up_pages
 
 
 class BufferRing:
-    """Hold ``slots`` buffers of ``nbytes`` each; what goes through the ring is in one of them at a time.
+    """Hold ``slots`` buffers of ``nbytes`` each, one per chunk in flight.
 
-    Slots are whole pages, on page bounds, as a disk that is read past the page cache wants them. Whoever fills one
-    again must know that nobody uses what it held.
+    Slots start on a page and are a multiple of a page, as reads that bypass the page cache require. Before a slot is
+    refilled the caller must know that its old contents are unused.
     """
 
     def __init__(self, space: HostSpace, nbytes: int, slots: int) -> None:
@@ -21,5 +21,5 @@ class BufferRing:
         self._slots = [space.allocate(nbytes, torch.uint8, "buffers", space.pages) for _ in range(slots)]
 
     def slot(self, turn: int) -> Tensor:
-        """Return the buffer of the chunk number ``turn``, uint8."""
+        """Return the buffer for chunk number ``turn``, uint8."""
         return self._slots[turn % len(self._slots)]

@@ -1,8 +1,8 @@
-"""The interface of a memory space: it allocates buffers and counts, by label, what they are for.
+"""The interface of a memory space: it allocates buffers and counts their bytes by label.
 
-Each memory that a plan can name (:class:`npuzero.plan.Memory`) has one space, with counts of its own; ``spaces.py``
-says which. What is the same everywhere is here: counting, and errors that say what was held. What differs is where
-zeros come from, and how a buffer's memory comes and goes.
+Each memory that a plan can name (:class:`npuzero.plan.Memory`) has one space with separate counts; ``spaces.py`` maps
+them. Counting and out-of-space errors are here. Subclasses define how to allocate zeros, and how a transient buffer
+gets and releases memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from npuzero.errors import OutOfSpace
 
 LABELS = ("parameters", "gradients", "states", "buffers")
 
-#: Another provider of buffers: from numel and dtype to a zeroed tensor. Other ranks read a communicator's in place.
+#: An alternative allocator: (numel, dtype) to a zeroed tensor. Other ranks read a communicator's buffers in place.
 Source = Callable[[int, torch.dtype], Tensor]
 
 
 class ReleasableBuffer(NamedTuple):
-    """Stand for a buffer whose memory can be given back and taken again, while all views of it stay views.
+    """Represent a buffer with memory that can be released and taken again, while all its views stay valid.
 
     Attributes:
-        label: what it is for.
-        raw: its bytes, [n] uint8; not to be read or written while the memory is gone.
-        give: gives the memory back; what is in it is lost.
-        take: takes memory again, with anything in it; OutOfSpace where there is none.
+        label: its part of the training state.
+        raw: its bytes, [n] uint8; do not access while the memory is released.
+        give: releases the memory; the contents are lost.
+        take: takes memory again, with undefined contents; raises OutOfSpace if there is none.
     """
 
     label: str
@@ -48,12 +48,12 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 class MemorySpace(ABC):
     """Allocate flat buffers in one memory, and count them by label.
 
-    ``held[label]`` is what is allocated now, ``peak[label]`` its maximum since :meth:`reset_peak`. Both count the bytes
-    that were asked for; an allocator's rounding comes on top. ``allocations`` counts the buffers made so far: a steady
-    step makes none.
+    ``held[label]`` is the bytes allocated now, ``peak[label]`` the maximum since :meth:`reset_peak`. Both count
+    requested bytes, without an allocator's rounding. ``allocations`` counts the buffers made so far; a steady step
+    makes none.
 
     Attributes:
-        device: where torch says that its tensors are: not where the rank computes, which is ``world.device``.
+        device: torch device of its tensors. The rank computes on ``world.device``, which may differ.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class MemorySpace(ABC):
         self.held: Counter[str] = Counter(dict.fromkeys(LABELS, 0))
         self.peak: Counter[str] = Counter(self.held)
         self.allocations = 0
-        # What lives of all that it has made: buffers by id and label, since tensors do not hash by identity.
+        # Live buffers of this space, by id and label; not in a WeakSet, since == of tensors is elementwise.
         self._buffers: weakref.WeakValueDictionary[tuple[int, str], Tensor] = weakref.WeakValueDictionary()
         self._transients: weakref.WeakSet[TransientBuffer] = weakref.WeakSet()
 
@@ -70,12 +70,12 @@ class MemorySpace(ABC):
         """Allocate a zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
 
         Raises:
-            OutOfSpace: the memory cannot hold it.
+            OutOfSpace: the memory has no room for it.
         """
         nbytes = numel * dtype.itemsize
         try:
             buffer = (source or self._zeros)(numel, dtype)
-        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError, as the CPU allocator's is
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError and the CPU allocator's are RuntimeErrors
             raise self.out_of_space(label, nbytes) from error
         self.allocations += 1
         self.count(label, nbytes)
@@ -86,26 +86,26 @@ class MemorySpace(ABC):
     def transient(self, numel: int, dtype: torch.dtype, label: str) -> TransientBuffer:
         """Return a 1-D buffer of ``numel`` elements that has memory only between ``restore()`` and ``release()``.
 
-        Meanwhile other transients of this space may have the memory.
+        While it is released, other transient buffers of this space may use the memory.
 
         Raises:
-            OutOfSpace: the address space is spent.
+            OutOfSpace: the address space is exhausted.
         """
 
     @final
     def count(self, label: str, nbytes: int) -> None:
-        """Record that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
+        """Add ``nbytes`` (may be negative) to the bytes held for ``label``."""
         self.held[label] += nbytes
         self.peak[label] = max(self.peak[label], self.held[label])
 
     @final
     def reset_peak(self) -> None:
-        """Restart the peak of each label at what is held now."""
+        """Reset the peak of each label to the bytes held now."""
         self.peak = Counter(self.held)
 
     @final
     def out_of_space(self, label: str, nbytes: int) -> OutOfSpace:
-        """Return the error for an allocation of ``nbytes`` that failed, with what this space holds."""
+        """Return the error for a failed allocation of ``nbytes``, with the bytes that this space holds."""
         return OutOfSpace(
             f"{self.device} memory for {label}",
             expected=f"room for {nbytes:,} bytes",
@@ -117,16 +117,16 @@ class MemorySpace(ABC):
 
     @abstractmethod
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a new zeroed 1-D buffer; raise a RuntimeError or OSError where there is no room."""
+        """Return a new zeroed 1-D buffer; raise a RuntimeError or OSError if there is no room."""
 
 
 class TransientBuffer(ABC):
-    """Hold a buffer whose memory comes and goes while its storage stays, so that views of it stay views.
+    """Hold a buffer that takes and releases memory while its storage stays, so that its views stay valid.
 
     Attributes:
-        tensor: [n]; not to be read or written while released; undefined after ``restore()``.
-        here: whether it has memory. Released at first.
-        label: what it is for.
+        tensor: [n]; do not access while released; undefined after ``restore()``.
+        here: whether it has memory. Initially released.
+        label: its part of the training state.
     """
 
     tensor: Tensor
@@ -139,10 +139,10 @@ class TransientBuffer(ABC):
         space._transients.add(self)
 
     def restore(self) -> None:
-        """Take memory; do nothing if there is some.
+        """Take memory; do nothing if it has memory already.
 
         Raises:
-            OutOfSpace: the device has none left.
+            OutOfSpace: the device has no room.
         """
         if not self.here:
             try:
@@ -153,7 +153,7 @@ class TransientBuffer(ABC):
             self._space.count(self.label, self._nbytes)
 
     def release(self) -> None:
-        """Give the memory back; do nothing if there is none."""
+        """Release the memory; do nothing if it has none."""
         if self.here:
             self._release()
             self.here = False

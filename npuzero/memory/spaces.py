@@ -1,4 +1,4 @@
-"""The table of memory spaces: the one place where a memory joins the engine."""
+"""The table of memory spaces: the only place to register a memory with the engine."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from npuzero.plan import Memory
 
 
 class MemorySpaces(Mapping[Memory, MemorySpace]):
-    """Map each memory to its space, with counts of its own for one engine.
+    """Map each memory to its space. Each engine has separate spaces and counts.
 
-    What a plan places is allocated where its :class:`~npuzero.plan.Placement` says, and counted there::
+    A part of the training state is allocated and counted in the memory of its :class:`~npuzero.plan.Placement`::
 
-        spaces = Spaces(world.device)
+        spaces = MemorySpaces(world.device)
         states = spaces[plan.states.memory].allocate(numel, torch.float32, "states")
-        buffer = spaces[Memory.DEVICE].transient(numel, dtype, "buffers")  # what computes is always on the device
+        buffer = spaces[Memory.DEVICE].transient(numel, dtype, "buffers")  # buffers to compute with: on the device
         spaces.peaks()  # {Memory.DEVICE: {"parameters": ..., "gradients": ..., "states": ..., "buffers": ...}}
 
     Args:
         device: where the rank computes.
-        settings: folders, and what the host has room for.
+        settings: NVMe folders and the limit of host memory.
 
     Attributes:
-        mover: copies between the device and the host, but for those of the update, which has its own.
+        mover: copies between the device and the host. The offloaded update has a separate one.
     """
 
     def __init__(self, device: torch.device, settings: Settings | None = None) -> None:
         self._device = device
         self._settings = settings or Settings()
-        # Those in which something rests, made when it is first asked for.
+        # Spaces are created on first use.
         self._spaces: dict[Memory, MemorySpace] = {Memory.DEVICE: DeviceSpace(device)}
         self.mover = HostCopier(device)
 
     @property
     def device(self) -> DeviceSpace:
-        """Return the space of the memory where the rank computes."""
+        """Return the space of the device's memory."""
         return cast(DeviceSpace, self._spaces[Memory.DEVICE])
 
     @property
@@ -55,12 +55,12 @@ class MemorySpaces(Mapping[Memory, MemorySpace]):
         return cast(HostSpace, self._spaces[Memory.HOST])
 
     def close_host(self) -> None:
-        """Forget the space of the host's memory, in which nothing rests any more."""
+        """Delete the space of the host's memory, which must be empty."""
         del self._spaces[Memory.HOST]
 
     @property
     def disk(self) -> DiskSpace:
-        """Return the space on disks."""
+        """Return the space of the disks."""
         if Memory.NVME not in self._spaces:
             self._spaces[Memory.NVME] = DiskSpace(self._settings)
         return cast(DiskSpace, self._spaces[Memory.NVME])
@@ -85,6 +85,6 @@ class MemorySpaces(Mapping[Memory, MemorySpace]):
         return {memory: dict(space.peak) for memory, space in self.items()}
 
     def reset_peaks(self) -> None:
-        """Restart the peaks of every memory at what is held now."""
+        """Reset the peaks of every memory to the bytes held now."""
         for space in self.values():
             space.reset_peak()

@@ -239,7 +239,7 @@ MUTANTS = (
     PackageMutant(
         "a model whose update failed stays, with its files, when it is dropped",
         "device/lane.py",
-        "            del handle  # an error's traceback has the frames of all who have waited, and what they hold\n",
+        "            del handle  # its error's traceback refers to the frames of all waiting callers\n",
         "",
         ("faults/test_disks.py::test_a_disk_that_fails_in_an_update[a full disk-0]",),
     ),
@@ -267,7 +267,7 @@ MUTANTS = (
     PackageMutant(
         "what was read for an update is taken although the program has written since",
         "shard/offload/nvme_states.py",
-        "        self._foreseen.clear()  # somebody may write, and there is one slot for who reads\n",
+        "        self._foreseen.clear()  # a write makes prefetched chunks stale, and this uses slot 0\n",
         "",
         ("world/test_tiers_lane.py::test_what_an_update_reads_first_is_read_when_the_one_before_is_done",),
     ),

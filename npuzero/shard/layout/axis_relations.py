@@ -1,4 +1,4 @@
-"""What is said of a parameter: what the ranks along an axis of the mesh have of it."""
+"""Record how a parameter relates to mesh axes: replicated, cut or summed over the ranks along an axis."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SAID = "_npuzero_relations"
 
 
 def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> None:
-    """Say what ranks along ``axis`` have of ``parameter``; before :func:`npuzero.zero`, and alike on all ranks.
+    """Record the relation of ``parameter`` to ``axis``; before :func:`npuzero.zero`, with the same value on all ranks.
 
-    Along ``pipe``: what the first and the last stage of a pipeline have, on both of which it is said.
+    Along ``pipe`` the relation is between the first and the last stage of a pipeline; record it on both.
 
     Raises:
-        ConfigError: there is no such axis.
+        ConfigError: ``axis`` is not a mesh axis.
     """
     if axis not in AXES:
         raise ConfigError(
@@ -26,13 +26,13 @@ def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> 
 
 
 def get_relations(parameter: nn.Parameter) -> dict[str, Relation]:
-    """Return what has been said of ``parameter`` that is not the usual, by axis, in mesh order."""
+    """Return the recorded relations of ``parameter`` that differ from the default, by axis, in mesh order."""
     said = _stored_relations(parameter)
     return {axis: said[axis] for axis in AXES if axis in said and said[axis] is not default_relation(axis)}
 
 
 def get_relation(parameter: nn.Parameter, axis: str) -> Relation | None:
-    """Return what has been said of ``parameter`` along ``axis``, the usual included; None: nothing."""
+    """Return the recorded relation of ``parameter`` to ``axis``, also if it is the default; None: not recorded."""
     return _stored_relations(parameter).get(axis)
 
 
@@ -42,10 +42,10 @@ def _stored_relations(parameter: nn.Parameter) -> dict[str, Relation]:
 
 
 def is_tied(parameter: nn.Parameter) -> bool:
-    """Return whether the first and the last stage of a pipeline have ``parameter`` in common."""
-    return PIPE in get_relations(parameter)  # where the usual is that stages have different ones
+    """Return whether the first and the last stage of a pipeline share ``parameter``."""
+    return PIPE in get_relations(parameter)  # the default along pipe is different parameters per stage
 
 
 def relations_key(parameter: nn.Parameter) -> Relations:
-    """Return the same, to compare by."""
+    """Return :func:`get_relations` as a hashable key."""
     return tuple(get_relations(parameter).items())

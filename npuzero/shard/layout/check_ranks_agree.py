@@ -1,4 +1,4 @@
-"""What ranks must have alike before they shard a model: else they would hang, or mix up bytes, later."""
+"""Check that ranks agree on the model and plan before they shard it; otherwise they hang or mix up bytes later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from npuzero.shard.layout.tensor_slices import get_cut
 
 
 def describe_model(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
-    """Return what all ranks must agree on, in order: names, and what is known of each."""
+    """Return (name, description) of every parameter and buffer, in order; all ranks must agree on them."""
     parameters = [
         (
             name,
@@ -45,11 +45,11 @@ def _describe_relations(parameter: nn.Parameter) -> str:
 def check_same_model(
     model: list[tuple[str, str]], same: dict[str, str], world: World, problem: NpuZeroError | None
 ) -> None:
-    """Check that all ranks shard the same model by the same plan: else they would hang or mix up bytes later.
+    """Check that all ranks shard the same model by the same plan.
 
-    A rank with a problem of its own says so to the others, so that none is left waiting for it.
+    A rank with a ``problem`` takes part in the exchange, so that no rank waits for it.
     """
-    # By a digest first: the names of a large model are exchanged only where they differ.
+    # Compare digests first: the names of a large model are exchanged only if the digests differ.
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
     mine = {"problem": problem and str(problem), **same, "model": digest}
     said: list[Any] = world.exchange(mine)
@@ -66,14 +66,14 @@ def check_same_model(
 def check_same_stages(
     mesh: Mesh, same: dict[str, str], problem: NpuZeroError | None, described: dict[str, str], specs: list[UnitSpec]
 ) -> None:
-    """Check that all stages follow one plan, and have different parameters, but for those that the first and the last
-    have in common; and that some stage uses the tensor axis, if there is one.
+    """Check that all stages follow one plan and have different parameters.
 
-    A stage with a problem says so to the others.
+    Only the first and the last stage may share parameters. If the mesh has a tensor axis, a stage must use it. A stage
+    with a ``problem`` takes part in the exchange, so that no rank waits for it.
     """
     stage, last, ranks = mesh.index((PIPE,)), mesh.size((PIPE,)) - 1, range(mesh.world.size)
     tied = [] if problem else [described[name] for name, p in specs[0].parameters if is_tied(p)]
-    own = [] if mesh.index(STAGE) else stage_parameter_names(specs)  # the ranks of a stage have the same
+    own = [] if mesh.index(STAGE) else stage_parameter_names(specs)  # all ranks of a stage have the same names
     mine = {
         "problem": problem and str(problem),
         "tied": tied,
@@ -105,10 +105,10 @@ def check_same_stages(
 def _check_exchanged(
     said: Sequence[dict[str, Any]], apart: Sequence[str], problem: NpuZeroError | None, ranks: Sequence[int]
 ) -> None:
-    """Raise this rank's ``problem``, another's, or a difference in what ``ranks`` have said, but for ``apart``."""
+    """Raise this rank's ``problem``, that of another rank, or an error for a value outside ``apart`` that differs."""
     if problem is not None:
         raise problem
-    # Another rank's problem before any difference: it has no model to compare, and differs for that reason alone.
+    # Raise another rank's problem before any difference: a rank with a problem has no model to compare.
     for rank, other in zip(ranks, said, strict=True):
         if other["problem"] is not None:
             raise ConfigError(
@@ -126,7 +126,7 @@ def _check_exchanged(
 
 
 def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tuple[str, int, str]:
-    """Return what rank 0 (``a``) and ``rank`` (``b``) say of the first name they do not agree on."""
+    """Return the descriptions on rank 0 (``a``) and on ``rank`` (``b``) of the first name that differs."""
     mine, theirs = dict(a), dict(b)
     for name in (*mine, *theirs):
         if mine.get(name) != theirs.get(name):

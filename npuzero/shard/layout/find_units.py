@@ -1,4 +1,4 @@
-"""The division of a model into units, and of its parameters among them. Structure only: touches no tensor data."""
+"""Divide a model into units, and assign each parameter to one. Reads the structure only, no tensor data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from npuzero.errors import ConfigError
 from npuzero.shard.layout.axis_relations import is_tied
 from npuzero.shard.layout.tiled_linear import LinearTile
 
-#: How a user names units: a module class, several, or a predicate of (qualified name, module).
+#: A user's choice of units: a module class, several, or a predicate of (qualified name, module).
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 
 ROOT = "root"
-# Containers whose forward is not theirs to call: hooks on them would never run.
+# Containers without a forward: hooks on them would never run.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-# The child of what torch.compile(module) returns. The unit is the outer one, called from outside of what is compiled.
+# The child of torch.compile(module). The unit is the outer module, because it is called outside of the compiled code.
 _COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Describe a unit before it has buffers: its module, and the parameters it owns by qualified name."""
+    """Describe a unit before its buffers are allocated: its module, and its parameters by qualified name."""
 
     name: str
     module: nn.Module
@@ -33,19 +33,19 @@ class UnitSpec:
 
 
 def discover_units(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
-    """Divide ``model`` into units; the root unit comes first and owns what no other unit does.
+    """Divide ``model`` into units; the root unit comes first and owns the remaining parameters.
 
     Without a rule the units are the children of each outermost repeated list: a ModuleList, Sequential or ModuleDict
-    in which at least two children with parameters share a class (the blocks of a transformer). Tiles are units of their
-    own by any rule.
+    with at least two children of one class that have parameters (the blocks of a transformer). Tiles are always
+    separate units.
 
-    A parameter belongs to the innermost unit that contains all modules it is registered in, so one that is tied
-    across blocks belongs to a unit around both, at last to the root; and so does one that two stages have in common,
-    whose modules lie elsewhere in each.
+    A parameter belongs to the innermost unit that contains all modules it is registered in. So a parameter tied across
+    blocks belongs to a unit around both, or to the root. A parameter shared by two stages also belongs to the root,
+    since its modules differ between stages.
 
     Raises:
-        ConfigError: the rule names no module, or one whose forward is never called (a ModuleList, a part of a
-            TorchScript module); the model as a whole is TorchScript.
+        ConfigError: the rule matches no module, or a module with a forward that is never called (a ModuleList, a part
+            of a TorchScript module); ``model`` itself is TorchScript.
     """
     chosen = set(_find_repeated_blocks(model) if rule is None else _match_units(model, rule))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -61,13 +61,13 @@ def discover_units(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
 
 
 def find_root_callers(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
-    """Return the modules below ``model`` that reach parameters of the root unit when they are called.
+    """Return the modules below ``model`` that use parameters of the root unit when they are called.
 
-    They mostly run inside the root's forward; called on their own (an encoder, before generating) they need the root's
-    parameters all the same.
+    They usually run inside the root's forward. Called directly (an encoder, before generating) they need the root's
+    parameters also.
     """
     owned = {id(parameter) for _, parameter in root.parameters}
-    # By all names of a tied parameter: each module that has it may be called on its own.
+    # Use all names of a tied parameter: each module that has it may be called directly.
     registered = model.named_parameters(remove_duplicate=False)
     paths = {path for name, parameter in registered if id(parameter) in owned for path in enclosing_paths(name)}
     return [module for name, module in model.named_modules() if name in paths and name.split(".")[-1] != _COMPILED]
@@ -81,7 +81,7 @@ def _find_repeated_blocks(model: nn.Module) -> list[str]:
         blocks = [(name, child) for name, child in children if any(True for _ in child.parameters())]
         if isinstance(module, (*_LISTS, nn.Sequential)) and _are_repeated(blocks):
             found.extend(name for name, _ in blocks)
-            return  # lists within a block (experts, say) are gathered with it: smaller units mean more collectives
+            return  # lists within a block (such as experts) are gathered with it: smaller units mean more collectives
         for name, child in children:
             visit(name, child)
 
@@ -131,12 +131,12 @@ def _match_units(model: nn.Module, rule: UnitRule) -> list[str]:
                 got=type(module).__name__,
                 do="Name its children instead.",
             )
-    # A class matches the module that torch.compile() wrapped, but it is the one around it that is called.
+    # A class matches the module inside torch.compile(), but calls go to the module around it.
     return list(dict.fromkeys(name.removesuffix(f".{_COMPILED}") for name, _ in matches))
 
 
 def _check_not_torchscript(subject: str, module: nn.Module) -> None:
-    """Refuse parts of TorchScript, called by its interpreter past every hook. A unit may be TorchScript itself."""
+    """Refuse parts of a TorchScript module: its interpreter calls them without hooks. A unit itself may be one."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             subject,
@@ -147,8 +147,8 @@ def _check_not_torchscript(subject: str, module: nn.Module) -> None:
 
 
 def _unwrap_compiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` wrapped, else the module."""
-    return dict(module.named_children()).get(_COMPILED, module)  # TorchScript's modules have no table to ask
+    """Return the module inside ``torch.compile(module)``, else ``module``."""
+    return dict(module.named_children()).get(_COMPILED, module)  # TorchScript modules have no _modules dict
 
 
 def _rule_classes(rule: UnitRule) -> tuple[type[nn.Module], ...]:
@@ -156,7 +156,7 @@ def _rule_classes(rule: UnitRule) -> tuple[type[nn.Module], ...]:
 
 
 def _assign_parameters(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.Parameter], ...]]:
-    """Return for each unit's path the parameters it owns, each once, under its first name."""
+    """Return the parameters of each unit by its path, each parameter once, under its first name."""
     registered: dict[int, tuple[str, nn.Parameter, list[list[str]]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         chain = _unit_chain(name, units)
@@ -177,6 +177,6 @@ def _unit_chain(name: str, units: set[str]) -> list[str]:
 
 
 def enclosing_paths(name: str) -> list[str]:
-    """Return the paths of the modules below the root that a tensor lies in, outermost first."""
+    """Return the paths of the modules below the root that contain a tensor, outermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""Flat layout: which elements of a flat buffer belong to which parameter. Pure arithmetic."""
+"""Assign ranges of a flat buffer to parameters. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class FlatSlot:
 class FlatLayout:
     """Hold the slots of a flat in order, the gaps between them, and the padded length.
 
-    ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the narrowest itemsize that travels), so that
-    whatever axes shard the buffer, every shard has the same length and starts aligned; and of whole blocks a rank where
-    wires are thin, so that what shares a scale does not depend on the axes either.
+    ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the smallest itemsize that is sent). So for any axes
+    that shard the buffer, all shards have equal length and aligned starts. With quantized communication it is also a
+    multiple of ``ranks`` times the block size, so that the elements that share a scale do not depend on the axes.
     """
 
     slots: tuple[FlatSlot, ...]
@@ -55,8 +55,8 @@ class FlatLayout:
 
         Args:
             wire: communication dtype of their gradients (None: ``dtype``).
-            start: each begins on a multiple of this many elements.
-            shard: every shard, of however many up to ``ranks``, has a multiple of this many elements; a power of 2.
+            start: each parameter begins at a multiple of this many elements.
+            shard: a power of 2; each shard, for any number of shards up to ``ranks``, is a multiple of it in elements.
         """
         slots: list[FlatSlot] = []
         end = 0
@@ -74,7 +74,7 @@ class FlatLayout:
 
 
 def intersect_ranges(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """Return the common part of two ranges; empty (begin == end) where they do not meet."""
+    """Return the intersection of two ranges; empty (begin == end) if they are disjoint."""
     begin = max(a[0], b[0])
     return begin, max(begin, min(a[1], b[1]))
 

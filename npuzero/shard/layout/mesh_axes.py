@@ -1,8 +1,8 @@
-"""The axes of a mesh as a model uses them: the mesh that its layers were divided over, and axes that nothing uses.
+"""Find the mesh that a model's layers are divided over, and check that the model uses its axes.
 
-A model whose layers compute with other ranks knows their mesh. It is kept on the parameters, so that
-:func:`npuzero.zero` finds it on any part of the model. Along an axis that no parameter has a word for, all ranks
-would train the same model on the same batch, each by itself: that is an error, not a way to train.
+Layers that compute with other ranks record their mesh on the parameters, so that :func:`npuzero.zero` finds it on any
+part of the model. If no parameter has a relation to an axis, all ranks along it would train the same model on the same
+batch independently; that is an error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def bind_mesh(module: nn.Module, mesh: Mesh) -> None:
 
 
 def find_mesh(model: nn.Module, given: World | Mesh | None) -> World | Mesh | None:
-    """Return the ranks to train ``model`` on: those ``given``, or the mesh that its layers were divided over.
+    """Return the ranks to train ``model`` on: ``given``, or the mesh that its layers are divided over.
 
     Raises:
-        ConfigError: layers were divided over another mesh than the one given, or over two different ones.
+        ConfigError: layers are divided over another mesh than the given one, or over two different ones.
     """
+    # Meshes are compared by shape and world, not identity: separate mesh() calls with the same arguments are equal.
     bound = [(name, getattr(p, _MESH)) for name, p in model.named_parameters() if hasattr(p, _MESH)]
     if not bound:
         return given
@@ -55,15 +56,15 @@ def _is_same_mesh(mesh: Mesh, other: Mesh) -> bool:
 
 
 def uses_tensor_axis(specs: Sequence[UnitSpec]) -> bool:
-    """Return whether anything has been said of a parameter along the tensor axis."""
+    """Return whether any parameter has a recorded relation to the tensor axis."""
     return any(get_relation(p, TENSOR) is not None for spec in specs for _, p in spec.parameters)
 
 
 def check_tensor_axis(ranks: int, used: bool) -> None:
-    """Check that a model uses the tensor axis of its mesh, if that has several ``ranks``.
+    """Check that a model uses the tensor axis of its mesh, if the axis has several ``ranks``.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the model does not use it.
     """
     if ranks > 1 and not used:
         raise ConfigError(
@@ -78,12 +79,11 @@ def check_tensor_axis(ranks: int, used: bool) -> None:
 
 
 def check_axes(model: nn.Module, specs: Sequence[UnitSpec], ranks: World | Mesh, shape: MeshShape) -> None:
-    """Check that ``ranks`` have the axes that parameters name, and that nothing was added to layers after they had been
-    divided.
+    """Check that ``ranks`` have the axes that parameters relate to, and that divided layers got no new parameters.
 
     Raises:
-        ConfigError: a parameter is cut or summed along an axis, and no mesh was given; a divided model has a parameter
-            that was not there when it was divided.
+        ConfigError: a parameter is cut or summed along an axis, but no mesh was given; or a parameter was added to a
+            model after it had been divided.
     """
     if isinstance(ranks, World):
         for name, relations in ((n, get_relations(p)) for spec in specs for n, p in spec.parameters):
@@ -101,7 +101,7 @@ def check_axes(model: nn.Module, specs: Sequence[UnitSpec], ranks: World | Mesh,
 
 
 def _check_no_adapters(model: nn.Module) -> None:
-    """Refuse parameters that an adapter has put inside a model after ``parallel.tensor`` had divided it."""
+    """Refuse parameters that an adapter added to a model after ``parallel.tensor`` had divided it."""
     for path, module in model.named_modules():
         if _DIVIDED not in vars(module):
             continue
@@ -123,10 +123,10 @@ def mark_divided(model: nn.Module) -> None:
 
 
 def find_shared_axes(model: nn.Module, specs: Sequence[UnitSpec], shape: MeshShape) -> Axes:
-    """Return the axes along which all ranks are to call ``model`` with the same inputs.
+    """Return the axes along which all ranks must call ``model`` with the same inputs.
 
-    Stages of a pipeline are called with each other's activations; and where layers of the program's own see a part of
-    the tokens on each rank ("summed"), it may have divided them before.
+    No such axis exists with a pipeline, since stages receive each other's activations, nor if the program's layers see
+    a part of the tokens on each rank (``SUMMED``), since it may have divided the tokens before the call.
     """
     divides = any(get_relation(p, TENSOR) is Relation.SUMMED for spec in specs for _, p in spec.parameters)
     ours = any(_DIVIDED in vars(module) for module in model.modules())
@@ -134,12 +134,12 @@ def find_shared_axes(model: nn.Module, specs: Sequence[UnitSpec], shape: MeshSha
 
 
 def stage_parameter_names(specs: Sequence[UnitSpec]) -> list[str]:
-    """Return the names of the parameters that one stage of a pipeline has for itself."""
+    """Return the names of the parameters that only this pipeline stage has."""
     return [name for spec in specs for name, parameter in spec.parameters if not is_tied(parameter)]
 
 
 def repeated_stage_error(name: str, stages: Sequence[int]) -> ConfigError:
-    """Return the error of stages of a pipeline that have a parameter of the same ``name``."""
+    """Return the error for pipeline stages that have a parameter of the same ``name``."""
     return ConfigError(
         "npuzero.zero(): mesh: axis pipe",
         expected="stages with different parts of one model, by their names in the whole model",

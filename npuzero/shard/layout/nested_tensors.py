@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns: nested tuples, lists, mappings and dataclasses."""
+"""Find the tensors in a module's arguments and outputs: nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def find_nested_tensors(value: Any) -> tuple[list[Tensor], bool]:
-    """Return all tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
+    """Return all tensors in nested containers, and whether an object of unknown kind may contain more."""
     if isinstance(value, Tensor):
         return [value], False
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -22,7 +22,7 @@ def find_nested_tensors(value: Any) -> tuple[list[Tensor], bool]:
         children = value
     elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
         children = vars(value).values() if hasattr(value, "__dict__") else ()
-        # An object of unknown kind is looked into no further: it may refer to anything, itself and the model included.
+        # Do not search an object of unknown kind deeper: it may refer to anything, even itself or the model.
         if not dataclasses.is_dataclass(value):
             return [t for child in children if isinstance(child, Tensor) for t in [child]], True
     else:

@@ -1,8 +1,8 @@
-"""Where the parts of one flat rest: over which ranks each is sharded, in which memory, and this rank's range.
+"""The shard specs of one flat parameter: for each part its ranks, its memory and this rank's range.
 
-A plan says this of a model's training state; here it is said of one flat, so flats of one engine may follow different
-plans. What moves a part (:class:`~npuzero.shard.parameters.all_gather.ParameterGatherer`, ``Reducer``, ``Restorer``)
-reads the flat alone.
+A plan describes the training state of a model. A shard spec applies it to one flat, so flats of one engine may follow
+different plans. Code that moves a part (``ParameterGatherer``, ``GradientReducer``, ``UpdatedParameterGatherer``) reads
+only the flat's specs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from npuzero.shard.layout.traffic_meter import CountingMesh
 
 
 class RankGroup:
-    """Describe the ranks along some axes of the mesh, this one among them.
+    """Describe the ranks along some axes of the mesh, including this rank.
 
     Attributes:
         axes: outermost first.
-        size: their number.
-        index: which of them this rank is.
-        many: whether there are others; where not, a collective over the group is the identity and is left out.
+        size: number of ranks.
+        index: index of this rank in the group.
+        many: whether ``size > 1``; if not, a collective over the group is the identity and is skipped.
     """
 
     def __init__(self, mesh: CountingMesh, axes: Axes) -> None:
@@ -44,21 +44,21 @@ class RankGroup:
         self._mesh = mesh
 
     def communicator(self, purpose: str) -> Communicator:
-        """Return the communicator of these ranks on the channel ``purpose``, made at the first call."""
+        """Return the communicator of these ranks on the channel ``purpose``, created at the first call."""
         return self._mesh.communicator(self.axes, purpose)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """Describe where one part of a flat rests.
+    """Describe the placement of one part of a flat.
 
     Attributes:
-        group: the ranks it is sharded over: as many shards as they are, in their order.
-        memory: where it lies.
+        group: the ranks it is sharded over; one shard per rank, in rank order.
+        memory: the memory that stores it.
         begin, end: this rank's shard, in elements of the flat.
-        near: how many elements of the shard, its first ones, rest on the device whatever the memory of the others.
-        guarded: whether programs are kept from it: it is sharded, or in strict mode would be, were there ranks beside
-            this one; or it is parameters that rest off the device.
+        near: number of leading elements of the shard that are on the device, independent of ``memory``.
+        guarded: whether programs may not access it: it is sharded, or would be with more ranks (strict mode), or it is
+            offloaded parameters.
     """
 
     group: RankGroup
@@ -70,7 +70,7 @@ class ShardSpec:
 
     @staticmethod
     def of(placement: Placement, layout: FlatLayout, mesh: CountingMesh, strict: bool) -> ShardSpec:
-        """Return where ``placement`` puts a part of a flat of this layout."""
+        """Return the shard spec of a part with this placement, for a flat of this layout."""
         group = RankGroup(mesh, placement.axes)
         begin, end = layout.shard(group.index, group.size)
         guarded = group.many or (strict and bool(group.axes))
@@ -86,27 +86,27 @@ class ShardSpec:
 
     @property
     def cut(self) -> bool:
-        """Return whether this rank has less than all of it."""
+        """Return whether this rank has only a part of it."""
         return self.group.many
 
     @property
     def far(self) -> bool:
-        """Return whether it rests elsewhere than on the device."""
+        """Return whether it is offloaded: stored off the device."""
         return self.memory is not Memory.DEVICE
 
     def within(self, outer: ShardSpec) -> slice:
-        """Return this shard as a slice of ``outer``, sharded over fewer ranks: contiguous there, by the plan's law."""
+        """Return this shard as a slice of ``outer``, which has fewer shards. The plan's law makes it contiguous."""
         return slice(self.begin - outer.begin, self.end - outer.begin)
 
 
 @dataclass(frozen=True, eq=False)
 class LevelTransfer:
-    """Describe one collective of a sum of gradients that goes level by level.
+    """Describe one collective of a hierarchical gradient reduction.
 
     Attributes:
-        group: the ranks it is over.
-        bits: of an element on a thin wire; None: it travels in the communication dtype.
-        residual: elements of what rounding loses here, which is added the next time; 0: it is lost.
+        group: the ranks of the collective.
+        bits: bits per element if quantized; None: elements are sent in the communication dtype.
+        residual: elements of the rounding error to keep and add in the next reduction; 0: it is dropped.
     """
 
     group: RankGroup
@@ -115,7 +115,7 @@ class LevelTransfer:
 
 
 def _level_transfers(levels: Sequence[WireLevel], numel: int, mesh: CountingMesh) -> tuple[LevelTransfer, ...]:
-    """Return the collectives of ``levels``, the first of which sends ``numel`` elements."""
+    """Return the collectives of ``levels``; the first one sends ``numel`` elements."""
     residuals = residual_numels(numel, levels, mesh.size)
     return tuple(
         LevelTransfer(RankGroup(mesh, level.axes), level.bits, kept)
@@ -125,22 +125,22 @@ def _level_transfers(levels: Sequence[WireLevel], numel: int, mesh: CountingMesh
 
 @dataclass(frozen=True, eq=False)
 class ShardSpecs:
-    """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
+    """Hold the shard specs of one flat's parts under its plan, and the groups of the collectives that move them.
 
     Attributes:
-        parameters, gradients, states: as :class:`npuzero.Plan` has them.
-        after_forward: where parameters wait for backward; between: for the next micro-batch. One object where these are
-            the same, so that one copy serves both.
+        parameters, gradients, states: as in :class:`npuzero.Plan`.
+        after_forward: of parameters between forward and backward; between: of parameters between micro-batches. The
+            same object if they are equal, so that one copy serves both.
         deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
         scatter, deepen, spread: the collectives of R2, and of R3 over ``deeper`` and ``beyond``.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
-        averaged: the ranks whose gradients are averaged.
-        owners: the ranks that have different elements of the states.
-        divided: those that have different elements of the unsharded parameters.
-        alike: those that have the same; the first one's values count.
-        tied: whether the first and the last stage of a pipeline have the same, and both train it.
-        lag: as the plan has it.
+        averaged: the ranks over which gradients are averaged.
+        owners: the ranks with different elements of the states.
+        divided: the ranks with different elements of the unsharded parameters.
+        alike: the ranks with the same elements of the unsharded parameters; initial values are the first rank's.
+        tied: whether the first and the last stage of a pipeline share the flat and both train it.
+        lag: as in the plan.
     """
 
     parameters: ShardSpec
@@ -163,7 +163,7 @@ class ShardSpecs:
 
     @staticmethod
     def of(plan: Plan, layout: FlatLayout, mesh: CountingMesh, strict: bool) -> ShardSpecs:
-        """Return the row ``plan`` of the table, for a flat of this layout."""
+        """Return the shard specs of a flat of this layout under ``plan``."""
         parameters = ShardSpec.of(plan.parameters, layout, mesh, strict)
         after_forward, between = plan.held_after_forward, plan.held_between
         held = {placement: ShardSpec.of(placement, layout, mesh, strict) for placement in (after_forward, between)}
@@ -192,22 +192,22 @@ class ShardSpecs:
 
     @property
     def apart(self) -> bool:
-        """Return whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
+        """Return whether unsharded parameters need a separate buffer, with memory only while they are unsharded."""
         return self.parameters.cut or self.parameters.far
 
     def more(self, held: ShardSpec) -> bool:
-        """Return whether more of the parameters is on the device where they rest as ``held`` than between steps."""
+        """Return whether ``held`` keeps more of the parameters on the device than the plan does between steps."""
         resting = self.parameters
-        if resting.far:  # none of it stays there between steps
+        if resting.far:  # between steps no parameters are on the device
             return not held.far
         return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
 
     @property
     def copied(self) -> set[ShardSpec]:
-        """Return which of where parameters wait within a step takes a copy: more than rests, and not all of them."""
+        """Return the specs within a step that need a separate copy: more than the local shard, less than unsharded."""
         return {held for held in (self.after_forward, self.between) if self.more(held) and held.cut}
 
     @property
     def summed(self) -> RankGroup | None:
-        """Return the group of the first collective that a gradient goes through; None where it goes through none."""
+        """Return the group of the first collective of a gradient's reduction; None: there is no collective."""
         return next((hop.group for hop in (*self.scatter, *self.deepen, *self.spread)), None)

@@ -1,7 +1,8 @@
-"""Cuts as parameters carry them: said before a model is sharded, applied as it is, and undone on every way out.
+"""Record on parameters how they are cut over tensor ranks, and gather the full tensors again.
 
-A parameter that is cut is whole until ``npuzero.zero()``: initialisation and files see all of it. There each rank takes
-its part, which is the parameter from then on. State dicts, exported files and checkpoints have whole tensors again.
+A cut is recorded before a model is sharded. Until ``npuzero.zero()`` the parameter is the full tensor, for
+initialization and files. ``npuzero.zero()`` keeps this rank's part as the parameter. State dicts, exported files and
+checkpoints have full tensors again.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from npuzero.shard.layout.traffic_meter import CountingMesh
 
 _CUT, _PORTION = "_npuzero_cut", "_npuzero_portion"
 
-#: Elements of a tensor that are read, or sent, at once.
+#: Elements of a tensor to read or send at once.
 PIECE = 2**20
 
 
 def cut_parameter(parameter: nn.Parameter, cut: Cut) -> None:
-    """Say that ranks along an axis are to have different parts of ``parameter``; alike on all ranks.
+    """Record that ranks along an axis will have different parts of ``parameter``; the same cut on all ranks.
 
-    A parameter that is registered in two places is one, and has one cut.
+    A parameter registered in two places has one cut.
 
     Raises:
-        ConfigError: it has another cut already, the cut is none of its shape, or there is no such axis.
+        ConfigError: the parameter has another cut already, the cut does not fit its shape, or the axis is unknown.
     """
     subject = f"a cut of a parameter of shape {tuple(parameter.shape)}"
     known = get_cut(parameter)
@@ -46,12 +47,12 @@ def cut_parameter(parameter: nn.Parameter, cut: Cut) -> None:
 
 
 def get_cut(parameter: nn.Parameter) -> Cut | None:
-    """Return the cut of ``parameter``; None: nobody has said any."""
+    """Return the cut of ``parameter``; None: no cut is recorded."""
     return getattr(parameter, _CUT, None)
 
 
 def get_local_portion(parameter: nn.Parameter, mesh: CountingMesh) -> TensorPortion | None:
-    """Return what this rank is to have of a parameter that is whole; None: all of it."""
+    """Return the portion that this rank will have of an uncut parameter; None: all of it."""
     cut = get_cut(parameter)
     if cut is None or mesh.size(cut.axes) == 1:
         return None
@@ -59,17 +60,17 @@ def get_local_portion(parameter: nn.Parameter, mesh: CountingMesh) -> TensorPort
 
 
 def set_portion(parameter: nn.Parameter, portion: TensorPortion | None) -> None:
-    """Note what ``parameter``, which is whole no more, has of the tensor that it was."""
+    """Record the portion of the full tensor that ``parameter``, now cut, has."""
     setattr(parameter, _PORTION, portion)
 
 
 def get_portion(parameter: Tensor) -> TensorPortion | None:
-    """Return what ``parameter`` has of a tensor in the state dict; None: all of it."""
+    """Return the portion of its state dict tensor that ``parameter`` has; None: all of it."""
     return getattr(parameter, _PORTION, None)
 
 
 def full_tensor_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of the tensor in the state dict."""
+    """Return the shape of the parameter's tensor in the state dict."""
     portion = get_portion(parameter)
     return parameter.shape if portion is None else portion.whole
 
@@ -77,14 +78,14 @@ def full_tensor_shape(parameter: Tensor) -> torch.Size:
 def gather_cut_blocks(
     portion: TensorPortion, mesh: CountingMesh, dtype: torch.dtype, read: Callable[[int, int], Tensor]
 ) -> Iterator[tuple[CutBlock, Tensor]]:
-    """Yield all elements of a cut tensor in their order, from what ranks have of it. Collective along the cut's axes.
+    """Yield all elements of a cut tensor in order, from the parts of its ranks. Collective along the cut's axes.
 
     Args:
         dtype: of the elements.
-        read: gives elements ``[begin, end)`` of this rank's part, 1-D; what it is asked for follows each other.
+        read: returns elements ``[begin, end)`` of this rank's part, 1-D; called with consecutive ranges.
 
     Yields:
-        which elements, and themselves: 1-D, on the device.
+        (block, values): the range of elements, and its values, 1-D on the device.
     """
     communicator = mesh.communicator(portion.cut.axes, "control")
     for block in portion.blocks(PIECE):
@@ -103,7 +104,7 @@ def gather_cut_blocks(
 
 
 def gather_full_tensor(portion: TensorPortion, mesh: CountingMesh, part: Tensor) -> Tensor:
-    """Return the whole tensor, on the device where ``part`` is, this rank's of it. Collective along the cut's axes."""
+    """Return the full tensor, on the device of this rank's ``part``. Collective along the cut's axes."""
     whole = allocate_zeros(portion.whole.numel(), part.dtype, part.device)
     mine = part.detach().reshape(-1)
     for block, values in gather_cut_blocks(portion, mesh, part.dtype, lambda begin, end: mine[begin:end]):

@@ -1,11 +1,11 @@
-"""Memory-centric tiling: Linear layers whose rows are divided into tiles, each of which is a unit of its own.
+"""Memory-centric tiling: divide the rows of Linear layers into tiles, each a separate unit.
 
-A layer is then never unsharded as a whole: while one tile computes the next is gathered, and the others are shards. So
-the gathered weight, its gradient and the communication buffers take a number of times less than without. Source:
+A layer is then never fully unsharded: while one tile computes the next is prefetched, and the remaining tiles stay
+sharded. So the gathered weight, its gradient and the communication buffers shrink by about the number of tiles. Source:
 Rajbhandari et al., ZeRO-Infinity (2021), section 5.1.3.
 
-Rows (``out_features``) are what is divided: each tile computes its own part of the output, nothing has to be summed in
-forward, and the rows of a tile are one range of the weight, so that files and checkpoints keep it in one piece.
+Tiles divide rows (``out_features``): each tile computes a part of the output, so forward needs no sum. The rows of a
+tile are one range of the weight, so files and checkpoints keep the weight in one piece.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from npuzero.config import describe_value
 from npuzero.errors import ConfigError, StateError, did_you_mean, refuse_unknown_keywords
 
-#: A model stays what it is to a type checker, too.
+#: The type of the model, which a type checker keeps.
 Model = TypeVar("Model", bound=nn.Module)
 
-#: What a Linear has; the bias only if it was made with one.
+#: Parameters of a Linear; the bias is optional.
 _KINDS = ("weight", "bias")
 
 
 class TiledTensor(Tensor):
-    """Stand for a weight or bias that lies in tiles: it has a shape, dtype and device, but no data.
+    """Represent a weight or bias that is stored in tiles: it has a shape, dtype and device, but no data.
 
     Attributes:
-        tiles: the parameters that have its rows, in order.
+        tiles: the parameters that hold its rows, in order.
     """
 
     tiles: list[nn.Parameter]
-    _is_param = True  # so that it is an nn.Parameter to isinstance()
+    _is_param = True  # so that isinstance(tensor, nn.Parameter) is True
 
     @staticmethod
     def __new__(cls, tiles: list[nn.Parameter]) -> TiledTensor:
@@ -71,21 +71,21 @@ class TiledTensor(Tensor):
 
 
 class LinearTile(nn.Linear):
-    """Hold some rows of a Linear. A state dict has them under the names of the whole."""
+    """Hold some rows of a Linear. In a state dict they are part of the tiled layer's tensors."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Leave it to the module around."""
+        """Do nothing: the TiledLinear saves its tiles."""
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """Leave it to the module around."""
+        """Do nothing: the TiledLinear loads its tiles."""
 
 
 class TiledLinear(nn.Module):
-    """Be a Linear that :func:`tiled` has divided.
+    """Replace a Linear that :func:`tiled` has divided.
 
     Attributes:
         tiles: Linears of some rows each, in order.
-        in_features, out_features: of the whole.
+        in_features, out_features: of the original Linear.
     """
 
     tiles: nn.ModuleList
@@ -93,12 +93,12 @@ class TiledLinear(nn.Module):
     out_features: int
 
     def forward(self, x: Tensor) -> Tensor:
-        # One concatenation: for a moment twice the output is there, as it is when the next function makes its own.
+        # torch.cat briefly needs twice the output's memory, as does any next function that allocates an output.
         return torch.cat([tile(x) for tile in self.tiles], -1)
 
     @property
     def weight(self) -> TiledTensor:
-        """Return what has the weight's shape, dtype and device; its values lie in ``tiles``."""
+        """Return a tensor with the weight's shape, dtype and device; its values are in ``tiles``."""
         return TiledTensor([tile.weight for tile in self.tiles])  # type: ignore[misc]
 
     @property
@@ -106,11 +106,11 @@ class TiledLinear(nn.Module):
         return None if self.tiles[0].bias is None else TiledTensor([tile.bias for tile in self.tiles])  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """Return what a Linear says of itself."""
+        """Return the same text as a Linear."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def wholes(self) -> Iterator[tuple[str, TiledTensor]]:
-        """Yield the tensors that a state dict has, by their names in the module."""
+        """Yield (name, tensor) of the layer's tensors in a state dict."""
         for kind in _KINDS:
             if (tensor := getattr(self, kind)) is not None:
                 yield kind, tensor
@@ -140,7 +140,7 @@ class TiledLinear(nn.Module):
                     "the model"
                 )
             else:
-                # By torch's own way for each tile, as if it were alone: in place, or by assignment.
+                # Load each tile as torch loads a separate Linear: in place, or by assignment.
                 for tile, (_, rows) in zip(self.tiles, tensor.by_tile(value), strict=True):
                     own = {prefix + kind: rows}
                     nn.Module._load_from_state_dict(tile, own, prefix, local_metadata, False, [], [], error_msgs)
@@ -149,11 +149,11 @@ class TiledLinear(nn.Module):
 
 @dataclass(frozen=True)
 class TileRows:
-    """Describe what a tile's parameter is of a tensor in the state dict.
+    """Locate a tile's rows in a tensor of the state dict.
 
     Attributes:
         name, shape: of the tensor.
-        first: the row with which the tile's begin.
+        first: the first row of the tile.
     """
 
     name: str
@@ -162,12 +162,12 @@ class TileRows:
 
     @property
     def begin(self) -> int:
-        """Return the element of the tensor with which the tile's begin."""
+        """Return the index of the tile's first element in the tensor."""
         return self.first * self.shape[1:].numel()
 
 
 def find_tile_rows(model: nn.Module) -> dict[str, TileRows]:
-    """Return, for each tile's parameter of ``model`` by its name, what it is of which tensor."""
+    """Return the rows of each tile's parameter in its state dict tensor, by the parameter's name in ``model``."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, TiledLinear):
@@ -181,24 +181,24 @@ def find_tile_rows(model: nn.Module) -> dict[str, TileRows]:
 
 @refuse_unknown_keywords()
 def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
-    """Divide Linear layers of ``model`` into tiles that are units of their own, in place, and return it.
+    """Divide Linear layers of ``model`` into tiles that are separate units, in place, and return ``model``.
 
-    For layers that are too large to be unsharded at once: the gathered weight, its gradient and the communication
-    buffers are those of a tile, and of the next one that is gathered ahead. Call it before :func:`zero` and
-    :func:`predict`; the model may be on meta.
+    Use it for layers that are too large to unshard at once: the gathered weight, its gradient and the communication
+    buffers then have the size of one tile plus the prefetched one. Call it before :func:`zero` and :func:`predict`; the
+    model may be on meta.
 
-    The layer computes as before, up to rounding: the gradient of its input is a sum over the tiles. State dicts,
-    exported files, ``weights=`` and checkpoints have one weight and one bias under the names they had, and fit the
-    model with other tiles, or none. ``layer.weight`` has a shape, dtype and device; the values are in
-    ``layer.tiles[i].weight``, which are what optimizers get, and what is initialised.
+    The layer computes the same, up to rounding: the gradient of its input is a sum over the tiles. State dicts,
+    exported files, ``weights=`` and checkpoints have one weight and one bias under the original names, and fit the
+    model with any number of tiles. ``layer.weight`` has a shape, dtype and device; the values are in
+    ``layer.tiles[i].weight``. Initialize these, and pass them to optimizers.
 
     Args:
         model: not sharded yet.
-        tiles: into how many tiles, by name; ``*`` and ``?`` stand for any characters, as in names of files. Tiles have
-            equal numbers of rows (output features), or one more.
+        tiles: number of tiles by layer name; ``*`` and ``?`` match any characters, as in file names. Row counts
+            (output features) of tiles differ by one at most.
 
     Raises:
-        ConfigError: a name that no ``nn.Linear`` has, a number of tiles that it cannot have, or a weight that is tied.
+        ConfigError: no ``nn.Linear`` has the name, the layer cannot have that number of tiles, or its weight is tied.
         StateError: the model is sharded already.
 
     Example::
@@ -223,7 +223,7 @@ def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
             do="Call npuzero.tiled() first.",
         )
     chosen: dict[str, tuple[nn.Linear, int]] = {}
-    for pattern, count in tiles.items():  # all of it is looked at before any of it is divided
+    for pattern, count in tiles.items():  # check all layers before dividing any
         for path, module in _match_linears(model, pattern):
             _check_tiling(model, path, module, count)
             _, other = chosen.setdefault(path, (module, count))
@@ -270,7 +270,7 @@ def _check_tiling(model: nn.Module, path: str, module: nn.Linear, count: object)
 
 
 def rows_per_tile(rows: int, tiles: int) -> list[int]:
-    """Return how many of ``rows`` each of so many tiles has."""
+    """Return the number of rows of each tile."""
     least, more = divmod(rows, tiles)
     return [least + (i < more) for i in range(tiles)]
 
@@ -283,11 +283,11 @@ def _divide_linear(module: nn.Linear, count: int) -> None:
         tile = LinearTile(module.in_features, size, bias=module.bias is not None, device="meta")
         for kind, whole in module.named_parameters(recurse=False):
             rows = nn.Parameter(whole.detach()[first : first + size], requires_grad=whole.requires_grad)
-            rows.__dict__.update(whole.__dict__)  # what the program has noted there, such as no_decay
+            rows.__dict__.update(whole.__dict__)  # attributes that the program set, such as no_decay
             setattr(tile, kind, rows)
         tiles.append(tile.train(module.training))
         first += size
-    # In place: hooks on the module, and whoever refers to it, know the same object as before.
+    # In place, so that hooks on the module and references to it stay valid.
     module._parameters.clear()
     module.__class__ = TiledLinear  # type: ignore[assignment]
     module.tiles = tiles

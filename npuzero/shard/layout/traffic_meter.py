@@ -1,4 +1,4 @@
-"""The count of what an engine sends and holds in a step."""
+"""Count the bytes that an engine sends and holds in a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, Sent, sent_by_axis, s
 
 
 class CountingMesh:
-    """Make communicators that count what they send: control traffic apart from the training state's.
+    """Make communicators that count the bytes they send: control traffic separate from the training state's.
 
     Attributes:
-        world: the ranks of all stages; those that train the same modules are the engine's.
+        world: the ranks of all stages. The engine's ranks are those that train the same modules.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -27,11 +27,11 @@ class CountingMesh:
         self.size = mesh.size
         self.index = mesh.index
         self.sent = Sent()
-        self.restored = Sent()  # by R4, which an update may leave to the step after it
+        self.restored = Sent()  # by R4, which may run in the step after its update
         self.control = Sent()
 
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
-        """Return the communicator of :meth:`Mesh.communicator`, made at its first use."""
+        """Return a counting wrapper of :meth:`Mesh.communicator`, created at its first use."""
         key = (axes, purpose)
         if key not in self._made:
             counter = {"control": self.control, HOST_CHANNEL: self.control, "restore": self.restored}.get(
@@ -43,34 +43,35 @@ class CountingMesh:
         return self._made[key]
 
     def host(self, axes: Axes = STAGE) -> Communicator:
-        """Return the communicator of ranks along ``axes``, those that train the same modules, over tensors on the host:
-        the control channel, if that is there.
+        """Return the communicator for host tensors along ``axes`` (by default the ranks of one stage).
+
+        On CPU it is the control channel.
         """
         on_host = self._mesh.world.device.type == "cpu"
         return self.communicator(axes, "control" if on_host else HOST_CHANNEL)
 
 
 class TrafficMeter:
-    """Measure steps, from a step's first forward to the end of its update."""
+    """Measure a step from its first forward to the end of its update."""
 
     def __init__(self, plan: Plan, mesh: CountingMesh, spaces: MemorySpaces) -> None:
         self._plan = plan
         self._mesh = mesh
         self._spaces = spaces
-        self.settle: Callable[[], Counter[str]] = Counter  # waits for the update of the last step; what it has moved
+        self.settle: Callable[[], Counter[str]] = Counter  # waits for the last update, returns the bytes it moved
         self._begun = False
-        self._restored = Sent()  # by R4 of the last step, as far as it was reported
+        self._restored = Sent()  # by R4 of the last step, as far as reported
         self._last: Report | None = None
 
     def step_begins(self) -> None:
-        """Note a forward for training; the first one since an optimizer's step begins another."""
+        """Record a training forward; the first one after an optimizer's step begins a new step."""
         if not self._begun:
             self._begun = True
             self._restored.clear()
             self._reset()
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Restart all counts."""
         self._mesh.restored.clear()
         self._reset()
 
@@ -81,7 +82,7 @@ class TrafficMeter:
         self._spaces.reset_peaks()
 
     def step_ends(self) -> None:
-        """Report the step so far: that of another optimizer may follow, without a forward, and is part of it."""
+        """Make the report of the step so far. A step of a second optimizer without a forward adds to it."""
         self._restored += self._mesh.restored
         sent = self._mesh.sent + self._restored
         by_verb = sent_by_verb(sent, self._mesh.control.total())
@@ -92,10 +93,10 @@ class TrafficMeter:
         self._begun = False
 
     def now(self, moved: Mapping[str, int]) -> Report:
-        """Return what this rank holds now, and nothing sent.
+        """Return a report of the bytes that this rank holds now, without sent bytes.
 
         Args:
-            moved: bytes by link.
+            moved: bytes by link, to include.
         """
         held = {memory: dict(space.held) for memory, space in self._spaces.items()}
         return Report(
@@ -103,7 +104,7 @@ class TrafficMeter:
         )
 
     def report(self) -> Report:
-        """Return what the last step held and sent on this rank.
+        """Return the report of the bytes that the last step held and sent on this rank.
 
         Raises:
             StateError: no step has been taken.

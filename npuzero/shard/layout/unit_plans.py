@@ -1,4 +1,4 @@
-"""The plans of one model: its own, and those of units that follow others."""
+"""The plans of one model: a default, and separate plans for named units."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from npuzero.plan import Plan
 
 @dataclass(frozen=True)
 class UnitPlans:
-    """Say which plan each unit follows.
+    """Map units to plans.
 
     Attributes:
-        model: of the units that are not named.
-        units: by name, of those that are.
+        model: plan of all units that ``units`` does not name.
+        units: plans by unit name.
     """
 
     model: Plan
@@ -24,14 +24,14 @@ class UnitPlans:
 
     @staticmethod
     def named(model: Plan, units: object, offload: str | None = None) -> UnitPlans:
-        """Return the plans that a user names: presets have the model's precision and groups of ranks.
+        """Return the plans from a user's arguments. Presets take the model's precision and local size.
 
         Args:
-            offload: what of them, and of units' presets, rests off the device, if anything.
-            units: by name a Plan, a preset's name or a stage; or None.
+            units: a Plan, a preset's name or a stage, by unit name; or None.
+            offload: argument of :meth:`Plan.offloaded` for the model's plan and for units' presets; None: no offload.
 
         Raises:
-            ConfigError: no mapping, or no preset.
+            ConfigError: ``units`` is not a mapping, or has an unknown preset.
         """
         if units is not None and not isinstance(units, Mapping):
             do = "Give a dict from the names of units to their plans."
@@ -49,11 +49,11 @@ class UnitPlans:
         return UnitPlans(place(model), own)
 
     def of(self, names: Sequence[str]) -> list[Plan]:
-        """Return the plan of each unit, by the names of all.
+        """Return the plan of each unit, given the names of all units.
 
         Raises:
-            ConfigError: there is no unit of a name; or one has other groups of ranks, or another way to compute, than
-                the model has: these are one for all.
+            ConfigError: a plan names an unknown unit, or differs from the model's plan in ``local_size``,
+                ``precision.matmul``, ``activations`` or ``lag``, which all units share.
         """
         for name, own in self.units.items():
             if name not in names:

@@ -1,4 +1,4 @@
-"""An overlay: attributes that an engine sets on a module above those of its class, and that a copy does not get."""
+"""Overlay a module's attributes with those of an engine; a copy of the module does not get them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 
 def overlay_attributes(module: nn.Module, **attributes: Any) -> None:
-    """Set ``attributes``; ``copy.deepcopy(module)`` makes a module of its class without them, as if never sharded."""
-    # Not by setattr: a module that torch.compile() returned would pass it on to the one inside.
+    """Set ``attributes`` on ``module``. ``copy.deepcopy(module)`` omits them, as if it had never been sharded."""
+    # Not by setattr: a module returned by torch.compile() would set them on the module inside.
     laid: set[str] = module.__dict__.setdefault("_npuzero_laid", {"_npuzero_laid", "__deepcopy__"})
     laid.update(attributes)
     module.__dict__.update(attributes, __deepcopy__=_make_deepcopy(module, laid))

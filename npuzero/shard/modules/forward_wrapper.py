@@ -1,7 +1,7 @@
-"""The entrance of a module: an engine's work before and after a call, and the module between, compiled or not.
+"""Run an engine's hooks around a module's call, compiled or not.
 
-torch's own forward hooks run inside of what ``module.compile()`` compiles, where Dynamo would trace an engine. Visits
-stand around it, so that the graph of a module is all of its computation, and nothing else.
+torch's forward hooks run inside the code that ``module.compile()`` compiles, so Dynamo would trace the engine. The
+hooks here run around it. So the graph of a module has all of its computation, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from npuzero.shard.modules.attribute_overlay import overlay_attributes
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 #: Called with the module and what it returned.
 After = Callable[[nn.Module, Any], None]
-#: Called where what stood inside raised; the error goes on.
+#: Called if the call inside raised; the error is raised again.
 Failed = Callable[[], None]
 
 
 class ForwardHook(NamedTuple):
-    """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between.
+    """Hold the functions to run around a call. After ``before`` either ``after`` or ``failed`` runs, in every case.
 
-    Where ``after`` raises, it has cleaned up itself.
+    If ``after`` raises, it must have cleaned up first.
     """
 
     before: Before
@@ -39,10 +39,10 @@ _REASON = "npuzero's engine gathers and releases parameters around a unit; compi
 
 
 class ForwardWrapper:
-    """Run visits around every call of a module; the later one is added, the further outside it is.
+    """Run hooks around every call of a module; a hook added later runs outside of earlier ones.
 
-    It takes the place of the module's ``_call_impl``, which runs the user's hooks and forward, and by which Dynamo sees
-    that there is more to a call than those, where the module is called from within something compiled.
+    It replaces the module's ``_call_impl``, which runs the user's hooks and forward. The replacement also tells Dynamo,
+    when compiled code calls the module, that a call runs more than these.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,12 +55,12 @@ class ForwardWrapper:
 
     @staticmethod
     def of(module: nn.Module) -> ForwardWrapper:
-        """Return the one entrance of ``module``."""
+        """Return the wrapper of ``module``; create it at the first call."""
         found: ForwardWrapper | None = module.__dict__.get("_npuzero_entrance")
         return found or ForwardWrapper(module)
 
     def add(self, visit: ForwardHook) -> None:
-        """Have ``visit`` run around every call, and never be traced."""
+        """Run ``visit`` around every call, never traced by Dynamo."""
         self._around.append(ForwardHook(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class ForwardWrapper:
                 args, kwargs = self._around[entered].before(module, args, kwargs) or (args, kwargs)
             output = self._plain(module, *args, **kwargs) if self._compiled is None else self._compiled(*args, **kwargs)
         except BaseException:
-            for visit in self._around[entered:]:  # one whose own ``before`` raised may have done half of it
+            for visit in self._around[entered:]:  # also the hook that raised in ``before``: it may have done a part
                 visit.failed()
             raise
         left = 0

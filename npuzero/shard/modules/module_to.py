@@ -1,8 +1,8 @@
-"""The answer of a sharded model to ``model.to()`` and its kin: nothing, or a StateError where they change something.
+"""Check ``model.to()`` and similar calls on a sharded model: raise a StateError if they change something.
 
-All of these calls end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer.
-Parameters that are views of flats can be moved or converted by the engine alone; but most such calls change nothing:
-trainers put each model where it is already.
+All of these calls end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer. Only the
+engine can move or convert parameters that are views of flats. But most such calls change nothing, because trainers move
+each model to the device where it already is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Function = Callable[[Tensor], Tensor]
 
 
 def watch_conversions(model: nn.Module) -> None:
-    """Have every module of ``model`` that has parameters, now an engine's, answer conversions itself."""
+    """Replace ``_apply`` of every module of ``model`` that has parameters by a checked version."""
     for module in model.modules():
         if any(True for _ in module.parameters()):
             overlay_attributes(module, _apply=_make_checked_apply(weakref.ref(module)))
@@ -46,7 +46,7 @@ def _make_checked_apply(module_of: weakref.ref[nn.Module]) -> Callable[..., nn.M
 
 
 class _OutsideEngine:
-    """Apply ``fn`` to all tensors but those of an engine, which it is known not to change."""
+    """Apply ``fn`` to all tensors except an engine's, which it would not change."""
 
     def __init__(self, fn: _Function) -> None:
         self._fn = fn
@@ -57,15 +57,15 @@ class _OutsideEngine:
 
 @torch.no_grad()
 def _check_conversion(call: str, name: str, parameter: nn.Parameter, fn: _Function) -> None:
-    """Try ``fn`` on a small tensor that has what a conversion looks at: device, dtype and dimensions."""
+    """Try ``fn`` on a small tensor with the same device, dtype and number of dimensions."""
     sizes = [min(size, 2) for size in parameter.shape]
-    value = next(_values) % 251  # memory that is handed out unwritten may have the last one
+    value = next(_values) % 251  # a new value each time: memory returned unwritten may still have the last one
     probe = nn.Parameter(torch.full(sizes, value, dtype=parameter.dtype, device=parameter.device))
     memory, version = probe.data_ptr(), probe._version
     try:
         found: Any = fn(probe)
         difference = _conversion_change(probe, found)
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # a device or dtype that torch has not
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch lacks the device or dtype
         raise _refused_conversion_error(call, name, probe, f"a conversion that fails: {error}") from error
     if not difference and (probe.data_ptr() != memory or probe._version != version or not (found == value).all()):
         difference = "a function for Module._apply that writes"
@@ -74,7 +74,7 @@ def _check_conversion(call: str, name: str, parameter: nn.Parameter, fn: _Functi
 
 
 def _conversion_name(fn: _Function) -> str:
-    """Return the method that a function for Module._apply comes from: ``half()``, ``to()``."""
+    """Return the method that passed ``fn`` to Module._apply: ``half()``, ``to()``."""
     kind, _, method = getattr(fn, "__qualname__", "").partition(".<locals>")[0].rpartition(".")
     return f"{method}()" if kind == nn.Module.__name__ else "_apply()"
 
@@ -95,7 +95,7 @@ _values = itertools.count()
 
 def _dtype_and_device(tensor: Tensor) -> str:
     index = f":{tensor.device.index}" if tensor.device.index else ""
-    return f"{tensor.dtype} on {tensor.device.type}{index}"  # where it is is cpu:0 to some, and a copy to torch
+    return f"{tensor.dtype} on {tensor.device.type}{index}"  # without index 0: some callers write "cpu:0" for "cpu"
 
 
 def _conversion_change(probe: Tensor, found: Any) -> str:

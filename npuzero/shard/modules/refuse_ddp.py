@@ -1,4 +1,4 @@
-"""Refusals of other engines around a sharded model: they would reduce once more what the ranks have summed already."""
+"""Refuse other engines around a sharded model: they would reduce gradients a second time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from npuzero.errors import StateError
 from npuzero.shard.modules.sharded_tensor import is_engine_parameter
 
-# What other engines are called by.
+# Names of other engines' constructors.
 _ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully_shard", DataParallel.__name__)
 
 
 def refuse_wrappers() -> None:
-    """Have the constructors of torch's engines for whole models say why not, before they do anything."""
+    """Patch the constructors of DistributedDataParallel and DataParallel to refuse a sharded model first."""
     for engine in (DistributedDataParallel, DataParallel):
         _guard_constructor(engine)
 
 
 @functools.cache
 def _guard_constructor(engine: type[nn.Module]) -> None:
-    """Put the question before ``engine``'s constructor, once.
+    """Patch the constructor of ``engine``, once.
 
-    Nothing less does: without a process group DDP fails before it looks at the model, and on the CPU DataParallel only
-    calls it.
+    No later check suffices: without a process group DDP fails before it reads the model, and on the CPU DataParallel
+    only calls it.
     """
     plain: Any = engine.__init__
 
@@ -42,14 +42,14 @@ def _guard_constructor(engine: type[nn.Module]) -> None:
 
 
 def check_unwrapped() -> None:
-    """Raise a StateError within a forward of a DistributedDataParallel that was there before :func:`npuzero.zero`."""
+    """Raise a StateError in a forward of a DistributedDataParallel that was made before :func:`npuzero.zero`."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(map(is_engine_parameter, around._module_parameters)):
         raise wrapped_model_error()
 
 
 def refuse_reader(call: str) -> None:
-    """Raise StateError where ``call``, which reads a parameter of an engine, is another engine's constructor."""
+    """Raise a StateError if ``call``, which reads an engine's parameter, is another engine's constructor."""
     for engine in _ENGINES:
         if engine in call.split("."):
             raise wrapped_model_error(engine)

@@ -1,9 +1,9 @@
-"""Guards: they keep a program from reading a parameter whose data is elsewhere, or a sharded gradient.
+"""Guard sharded parameters and gradients: reading them raises an error.
 
-A released parameter is a view of memory that is not there: reading it natively gives nonsense on the host and ends the
-process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`ShardedParameter`,
-through which torch sends every operation; data access raises a StateError, metadata works. Inside the window it carries
-:class:`WatchedParameter`, to which torch's operations go directly.
+A released parameter is a view of released memory. Reading it directly returns garbage on the host and ends the process
+on an accelerator. So while its unit does not compute, a parameter has the class :class:`ShardedParameter`, which torch
+calls for every operation: access to data raises a StateError, access to metadata works. While its unit computes it has
+the class :class:`WatchedParameter`, which operations do not go through.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _METHODS = [
 
 
 def _metadata_functions() -> frozenset[Any]:
-    """Return the operations that need no data, as ``__torch_function__`` is handed them."""
+    """Return the operations that need no data, in the form that ``__torch_function__`` receives."""
     attributes = vars(torch._C.TensorBase) | vars(Tensor)
     grad, requires_grad = attributes["grad"], attributes["requires_grad"]
     found = [attributes[name].__get__ for name in _GETTERS if name in attributes]
@@ -91,22 +91,22 @@ def _metadata_functions() -> frozenset[Any]:
 _METADATA = _metadata_functions()
 _DATA = vars(torch._C.TensorBase)["data"]
 _REPR = (Tensor.__repr__, Tensor.__format__)
-# What reads data without an operation that ``__torch_dispatch__`` would see.
+# Functions that read data without an operation that ``__torch_dispatch__`` would see.
 _VALUES = (Tensor.numpy, Tensor.tolist, Tensor.__reduce_ex__)
 _READS = (*_VALUES, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 
 
-# What torch.amp.GradScaler does to gradients.
+# The operation of torch.amp.GradScaler on gradients.
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALER = "npuzero.LossScaler(), which has the calls of torch.amp.GradScaler"
-#: What trains and clips with gradients that plain torch cannot read.
+#: The replacement, in error texts, for optimizers and clipping functions of plain torch.
 INSTEAD = "npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n)"
 # With create_graph=True autograd does not add in place.
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
 def in_backward() -> bool:
-    """Return whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
+    """Return whether the caller runs inside autograd's engine (a hook, or a recomputed checkpointed forward)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -116,15 +116,15 @@ def is_engine_parameter(tensor: Tensor) -> bool:
 
 
 class ShardedParameter(nn.Parameter):
-    """Guard a parameter whose data must not be read: the class it carries meanwhile; see the module's text."""
+    """Guard a parameter: its class while its data must not be read. See the module's docstring."""
 
-    # Set on each guarded parameter: makes the data readable, or raises StateError.
+    # Set on each guarded parameter: makes the data readable, or raises a StateError.
     _npuzero_open: Callable[[], None]
-    # What a guarded parameter is otherwise.
+    # The class of the parameter when not guarded.
     _npuzero_class: type[nn.Parameter] = nn.Parameter
 
     def as_subclass(self, cls: type[Tensor]) -> Any:
-        """Open first: torch sends this to no ``__torch_function__``, and the result would have no guard."""
+        """Open the parameter first: torch calls no ``__torch_function__`` here, and the result has no guard."""
         self._npuzero_open()
         return super().as_subclass(cls)
 
@@ -145,14 +145,14 @@ class ShardedParameter(nn.Parameter):
                 return None
             for tensor in _find_guarded((*args, *kwargs.values())):
                 tensor._npuzero_open()
-        if func == _DATA.__get__:  # it is open now, and maybe watched, of which torch's own getter does not know
+        if func == _DATA.__get__:  # now open, maybe of the class WatchedParameter: use its getter, not torch's
             return args[0].data
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 
 def _assigns_own_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether this is ``t.data = t``, as ``Module._apply`` has it where nothing changes."""
+    """Return whether this is ``t.data = t``, as ``Module._apply`` does if nothing changes."""
     return bool(func == _DATA.__set__ and args[0] is args[1])
 
 
@@ -167,13 +167,13 @@ def _find_guarded(values: Any) -> list[ShardedParameter]:
 
 
 class WatchedParameter(nn.Parameter):
-    """Watch writes into a parameter whose data may be read: the class it carries meanwhile.
+    """Watch writes into a parameter: its class while its data may be read.
 
-    torch counts writes into a tensor (``_version``), but not those through ``p.data``, which is an alias with a count
-    of its own, made anew each time. Here all of them share one count, kept in ``_npuzero_aliases``.
+    torch counts writes into a tensor (``_version``), but not those through ``p.data``, which returns a new alias with a
+    separate count each time. Here all aliases share one count, that of the alias in ``_npuzero_aliases``.
     """
 
-    # Set on each parameter that is watched: where its alias is kept, and under which number.
+    # Set on each watched parameter: the dict that keeps its alias, and its key there.
     _npuzero_aliases: tuple[dict[int, Tensor], int]
     _npuzero_class: type[nn.Parameter] = nn.Parameter
 
@@ -192,20 +192,20 @@ class WatchedParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy of the class that the model's author gave it, which no engine owns."""
+        """Return a copy of the parameter's original class, which no engine owns."""
         copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copied.__class__ = self._npuzero_class
         return copied
 
 
 def guard_parameter(parameter: nn.Parameter) -> None:
-    """Guard ``parameter``, which may be of a class of the user's own."""
+    """Guard ``parameter``, which may be of a subclass that the user defined."""
     if not issubclass(type(parameter), ShardedParameter):
         parameter.__class__ = _make_role_class(ShardedParameter, _unguarded_class(parameter))
 
 
 def watch_parameter(parameter: nn.Parameter) -> None:
-    """Let ``parameter`` be read, and watch writes into it."""
+    """Open ``parameter`` to reads, and watch writes into it."""
     kind = type(parameter)
     if not issubclass(kind, WatchedParameter):
         parameter.__class__ = _make_role_class(WatchedParameter, _unguarded_class(parameter))
@@ -218,7 +218,7 @@ def _unguarded_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 @functools.cache
 def _make_role_class(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class of parameters of the class ``kind`` in a role: guarded, or watched."""
+    """Return the subclass of ``kind`` for a role: guarded, or watched."""
     if kind is nn.Parameter:
         return role
     name = role.__name__.removesuffix("Parameter") + kind.__name__
@@ -228,27 +228,27 @@ def _make_role_class(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type
 class GradientMarker(Tensor):
     """Mark in ``p.grad`` that a gradient exists in the engine's flat buffers.
 
-    It has the parameter's shape, dtype and device but no data: an operation on it raises, so that a plain optimizer
-    or ``torch.nn.utils.clip_grad_norm_`` says what to use instead of doing nothing. Setting ``p.grad = None`` (what
-    ``zero_grad`` does) drops the gradient, as in torch.
+    It has the parameter's shape, dtype and device but no data: an operation on it raises, so that a plain optimizer or
+    ``torch.nn.utils.clip_grad_norm_`` names its replacement instead of doing nothing. Setting ``p.grad = None``, as
+    ``zero_grad`` does, drops the gradient, as in torch.
 
-    Where the plan leaves each rank an unsharded gradient, and the ranks have summed it, it can be read: an operation
-    that writes nothing gets a copy.
+    If the plan keeps gradients unsharded and the ranks have summed this one, it can be read: an operation that writes
+    nothing gets a copy.
 
-    Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
+    If another backward pass finds the marker in ``p.grad``, autograd adds to it. The marker then keeps the summand for
     :meth:`take_added`.
 
-    ``p.grad.zero_()``, which is what ``zero_grad(set_to_none=False)`` does, makes the gradient zeros: the next step
-    updates the parameter by them, as in torch.
+    ``p.grad.zero_()``, as called by ``zero_grad(set_to_none=False)``, makes the gradient zeros: the next step updates
+    the parameter by them, as in torch.
     """
 
-    #: The gradient itself, or a StateError that says why not and what to do.
+    #: Returns the gradient, or raises a StateError with the reason and the remedy.
     whole: Callable[[], Tensor]
-    #: The parameter's name, and the plan that leaves each rank a shard of the gradient; "" where it leaves all of it.
+    #: The parameter's name, and the plan that shards the gradient; "" if the plan keeps it unsharded.
     name: str = "a parameter"
     sharded_by: str = ""
     _added: Tensor | None
-    #: Lets the gradient be zeros. It refers to no parameter, not even weakly: torch.utils.swap_tensors refuses that.
+    #: Zeroes the gradient. It has no reference to a parameter, even a weak one: torch.utils.swap_tensors refuses that.
     _zero: Callable[[], None]
 
     @staticmethod
@@ -262,7 +262,7 @@ class GradientMarker(Tensor):
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _assigns_own_data(func, args):
             return None
-        # Dynamo, where it compiles something, asks gradients how large their storage is, and reads none.
+        # While it compiles, Dynamo queries the storage size of gradients, without reading them.
         described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
         if func in _VALUES:
             return func(args[0]._read(), *args[1:], **(kwargs or {}))
@@ -273,7 +273,7 @@ class GradientMarker(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # what p.grad.detach_() and zero_grad(set_to_none=False) ask first
+        if func is torch.ops.aten.detach.default:  # called by p.grad.detach_() and zero_grad(set_to_none=False)
             return args[0]
         if func in _ADDITIONS and in_backward() and isinstance(args[0], cls):
             args[0]._added = args[1]
@@ -293,7 +293,7 @@ class GradientMarker(Tensor):
         return self.whole().to(self.dtype)
 
     def take_added(self) -> Tensor | None:
-        """Return what autograd added to it since this was asked last."""
+        """Return the gradient that autograd added since the last call; None if there is none."""
         added, self._added = self._added, None
         return added
 

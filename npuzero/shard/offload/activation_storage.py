@@ -1,4 +1,4 @@
-"""Homes: where bytes of activations rest between forward and backward, and how they get there and back."""
+"""Store offloaded activations on the device, on the host or on NVMe between forward and backward."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from npuzero.errors import NpuZeroError
 from npuzero.memory import FileStore, HostCopier, MemorySpace, MemorySpaces, PagePool, PageRun
 from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Memory, round_up_pages
 
-#: What reports count this memory under.
+#: The label of this memory in reports.
 LABEL = "activations"
-#: What goes to a disk, or comes from it, at a time.
+#: Bytes of one request to a disk.
 PIECE_BYTES = 4 * 2**20
-# Pieces under way at once.
+# Requests in flight at once.
 _BUFFERS = 4
-# Segments of memory, and files, are no smaller: sizes that creep up from step to step must not leave one each.
+# Minimum size of a memory segment and of a file: otherwise sizes that grow from step to step would add one per step.
 _SEGMENT_BYTES = 2**20
 _FILE_BYTES = 64 * 2**20
 
 
 class ActivationStorage(Protocol):
-    """Keep bytes elsewhere. What is asked of it happens in the order of the calls, beside the caller."""
+    """Store bytes of activations. Requests run asynchronously, in the order of the calls."""
 
     def store(self, source: Tensor) -> tuple[list[PageRun], AsyncHandle]:
-        """Take a copy of ``source``, uint8[n] on the device, which must not change until the handle was waited for.
+        """Copy ``source``, uint8[n] on the device. It must not change before the handle has been waited for.
 
         Raises:
-            OutOfSpace: there is no room for it.
+            OutOfSpace: there is no room for the copy.
         """
 
     def fetch(self, runs: list[PageRun], target: Tensor) -> AsyncHandle:
-        """Write what was stored into ``target``, uint8[n] on the device."""
+        """Write the stored bytes into ``target``, uint8[n] on the device."""
 
     def give(self, runs: list[PageRun]) -> None:
-        """Take the room back, from any thread; what was asked for before may still be under way."""
+        """Free the pages, from any thread. Earlier requests on them may still be in flight."""
 
 
 class MemoryActivationStorage:
-    """Keep bytes in a memory space, copied on a lane beside the computation.
+    """Store activations in a memory space. Copies run on a lane and overlap with the computation.
 
     Args:
-        space: where they rest.
-        device: where they come from.
-        moved: bytes by link between memories, which it counts on.
-        links: the names of the way there and the way back; none where bytes stay on the device.
+        space: holds the stored bytes.
+        device: holds the activations.
+        moved: counter of bytes by link between memories; this class adds to it.
+        links: names of the link to the space and of the link back; empty if the bytes stay on the device.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MemoryActivationStorage:
         pairs = self._pairs(runs, target)
 
         def copy() -> None:
-            if target.device.type != "cpu":  # should nobody wait for it, its memory is not another's before it is done
+            if target.device.type != "cpu":  # keeps the memory until the copy is done, even if no one waits for it
                 target.record_stream(getattr(torch, target.device.type).current_stream())
             for there, here in pairs:
                 here.copy_(there, non_blocking=True)
@@ -94,7 +94,7 @@ class MemoryActivationStorage:
         return self._lane.run(copy)
 
     def give(self, runs: list[PageRun]) -> None:
-        self._pages.give(runs)  # the lane keeps the order: who takes them next writes after what is under way
+        self._pages.give(runs)  # the lane keeps the order: the next write to these pages runs after pending copies
 
     def _pairs(self, runs: list[PageRun], flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         parts = _iter_page_parts(runs, flat, flat.numel())
@@ -106,13 +106,13 @@ class MemoryActivationStorage:
 
 
 class FileActivationStorage:
-    """Keep bytes in files, by way of buffers on the host, on a thread beside the computation.
+    """Store activations in files, through buffers on the host, on a thread that overlaps with the computation.
 
     Args:
-        open_store: returns a store of so many bytes.
-        buffers: on the host, of PIECE_BYTES each and at least two, through which pieces go in turn.
-        device: where the bytes come from.
-        moved: bytes by link between memories, which it counts on.
+        open_store: returns a file store of the given number of bytes.
+        buffers: at least two host buffers of PIECE_BYTES each, used in turn.
+        device: holds the activations.
+        moved: counter of bytes by link between memories; this class adds to it.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FileActivationStorage:
         stores = self._stores = list[FileStore]()
 
         def extend(lacking: int) -> int:
-            # A store has files and threads of its own. Each is as large as all before it, so there are few.
+            # Each store has its files and threads. Each is at least as large as all before it, so there are few.
             nbytes = max(round_up_pages(lacking), _FILE_BYTES, sum(store.nbytes for store in stores))
             stores.append(open_store(nbytes))
             return nbytes
@@ -160,7 +160,7 @@ class FileActivationStorage:
         return self._run(runs, target, begin, (FROM_DISK, TO_DEVICE))
 
     def give(self, runs: list[PageRun]) -> None:
-        self._pages.give(runs)  # the lane keeps the order, and each of its steps waits for what it has begun
+        self._pages.give(runs)  # the lane keeps the order, and each of its steps waits for the requests it started
 
     def _run(
         self,
@@ -169,7 +169,10 @@ class FileActivationStorage:
         begin: Callable[[_PagePart, Tensor], Callable[[], object]],
         links: Sequence[str],
     ) -> AsyncHandle:
-        """Queue the way of all parts of ``flat``: what ``begin`` returns ends it, before the buffer is used again."""
+        """Queue the transfer of all parts of ``flat``.
+
+        ``begin`` starts one part and returns a function that finishes it; that runs before its buffer is used again.
+        """
         for link in links:
             self._moved[link] += flat.numel()
         reached = self._device.make_event()
@@ -186,7 +189,7 @@ class FileActivationStorage:
                 while ends:
                     ends.popleft()()
             finally:
-                for end in ends:  # where one has failed, the others must not go on in the buffers
+                for end in ends:  # after a failure the remaining transfers must not run on in the buffers
                     with contextlib.suppress(NpuZeroError):
                         end()
 
@@ -194,17 +197,17 @@ class FileActivationStorage:
 
 
 def device_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
-    """Return a home on the device itself, for parts of what ranks hold alike."""
+    """Return activation storage on the device, for this rank's part of activations divided among their sharers."""
     return MemoryActivationStorage(spaces[Memory.DEVICE], device, spaces.mover.moved)
 
 
 def host_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
-    """Return a home in the host's memory."""
+    """Return activation storage in host memory."""
     return MemoryActivationStorage(spaces.host, device, spaces.mover.moved, (TO_HOST, TO_DEVICE))
 
 
 def disk_activation_storage(spaces: MemorySpaces, device: torch.device) -> ActivationStorage:
-    """Return a home in files."""
+    """Return activation storage in files."""
     host, disk = spaces.host, spaces.disk
 
     def open_store(nbytes: int) -> FileStore:
@@ -217,7 +220,7 @@ def disk_activation_storage(spaces: MemorySpaces, device: torch.device) -> Activ
 
 
 class _PagePart(NamedTuple):
-    """Name a part of a flat tensor, and where it rests."""
+    """Locate a part of a flat tensor: its view, and the segment and byte that store it."""
 
     segment: int
     begin: int
@@ -225,7 +228,7 @@ class _PagePart(NamedTuple):
 
 
 def _iter_page_parts(runs: list[PageRun], flat: Tensor, most: int) -> Iterator[_PagePart]:
-    """Yield the parts of ``flat``, of ``most`` bytes each at most; the last page of its runs may be used in part."""
+    """Yield the parts of ``flat``, at most ``most`` bytes each. The last page of its runs may be partly used."""
     at = 0
     for run in runs:
         for begin in range(run.begin, run.end, most):
@@ -235,7 +238,7 @@ def _iter_page_parts(runs: list[PageRun], flat: Tensor, most: int) -> Iterator[_
 
 
 def _close_storage(lane: WorkLane, stores: Sequence[FileStore] = ()) -> None:
-    """Let the lane's thread end with the model, and give its files back once nothing is under way."""
+    """End the lane's thread with the model, and close its files once no request is in flight."""
 
     def close() -> None:
         for store in stores:
@@ -243,5 +246,5 @@ def _close_storage(lane: WorkLane, stores: Sequence[FileStore] = ()) -> None:
 
     if stores:
         lane.run(close)
-    with contextlib.suppress(RuntimeError):  # it is this thread, where the collector found the model
+    with contextlib.suppress(RuntimeError):  # the garbage collector may run this on the lane's thread
         lane.close(0.0)

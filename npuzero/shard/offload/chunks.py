@@ -1,9 +1,8 @@
-"""Chunks: the shards of many flats, laid end to end and divided so that a chunk is about as large as the setting says.
+"""Divide the concatenated shards of many flat parameters into update chunks of about ``Settings.chunk_bytes``.
 
-A chunk is so much of this rank's masters and moments as ``Settings.chunk_bytes`` says, so what lies in a farther memory
-needs room for a few chunks only, and moves while others are updated. Chunks begin at multiples of MOMENT_BLOCK elements
-of a shard, which no block of 8-bit moments crosses, and every random bit belongs to an element: so how shards are
-divided moves no bit of any result.
+``Settings.chunk_bytes`` counts this rank's masters and moments. So offloaded states need buffers for a few chunks only,
+and move while other chunks are updated. Chunks begin at multiples of MOMENT_BLOCK elements of a shard, so no block of
+8-bit moments crosses a chunk. Every random bit belongs to an element. Therefore the division changes no result.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from npuzero.shard.state.flat_parameter import FlatParameter
 
 
 class ShardPiece(NamedTuple):
-    """Name the elements ``[begin, end)`` of this rank's states shard of a flat."""
+    """Identify the elements ``[begin, end)`` of this rank's states shard of a flat parameter."""
 
     flat: FlatParameter
     begin: int
@@ -24,7 +23,7 @@ class ShardPiece(NamedTuple):
 
 
 class UpdateChunk(NamedTuple):
-    """Name pieces that are updated together: ``[begin, end)`` of the line, which is all shards laid end to end."""
+    """Hold the pieces that are updated together: ``[begin, end)`` of the concatenation of all shards."""
 
     pieces: list[ShardPiece]
     begin: int
@@ -34,11 +33,11 @@ class UpdateChunk(NamedTuple):
 def divide_into_chunks(
     shards: Sequence[ShardPiece], block_bytes: Callable[[FlatParameter], int], chunk_bytes: int
 ) -> Iterator[UpdateChunk]:
-    """Divide shards, in order of their units, into chunks.
+    """Divide shards, in the order of their units, into chunks.
 
     Args:
-        block_bytes: what MOMENT_BLOCK elements of a flat's masters and moments take.
-        chunk_bytes: 0: all in one.
+        block_bytes: returns the bytes of MOMENT_BLOCK elements of a flat's masters and moments.
+        chunk_bytes: size of a chunk; 0: one chunk.
     """
     costs = ((begin, end, block_bytes(flat) if chunk_bytes else 0) for flat, begin, end in shards)
     end = 0

@@ -1,12 +1,12 @@
-"""Delayed updates: what an update makes of the parameters stays on the host until the next step.
+"""Delay updates by one step: updated parameters stay on the host until the next step.
 
-The lane updates during the whole of the next step's forward and backward, so it must touch nothing that these use: it
-reads gradients in a home of their own (:mod:`npuzero.shard.state.gradient_buffer`), and updates parameters that lie
-*ahead* of those on the device, or where masters are float32 rounds these into them. A step begins by bringing them to
-the device, from where R4 goes on as ever; then the next update begins.
+The update runs on its lane during the next step's forward and backward, so it must touch nothing that they use. It
+reads gradients from separate buffers (:mod:`npuzero.shard.state.gradient_buffer`). It writes parameters into copies on
+the host that are *ahead* of the device; with float32 masters it rounds the masters into these copies. A step begins by
+copying them to the device. R4 then gathers them as usual, and the next update begins.
 
-So masters and moments are those after the pending update, while own parameters are those before it; to read masters,
-who is not the lane waits for it first.
+So masters and moments have the values after the pending update, and own parameters the values before it. Any other
+thread waits for the update before it reads masters.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from npuzero.shard.offload.host_states import HostStateStore, StateStore
 from npuzero.shard.offload.offloaded_update import OffloadedUpdate
 from npuzero.shard.state.flat_parameter import AHEAD, FlatParameter
 
-#: Of a slot's optimizer state, in checkpoints: own parameters, which are those before the pending update.
+#: In checkpoints, the key in a slot's optimizer state for its own parameters from before the pending update.
 LAGGING = "lagging"
 
 
 class DelayedUpdate:
-    """Hold what is ahead of the parameters of one model.
+    """Hold the updated parameters of one model that are ahead of those on the device.
 
     Args:
-        flats: those whose updates are delayed.
+        flats: flat parameters with delayed updates.
         stream: updates them.
 
     Attributes:
-        pending: whether the device may have older parameters than are here; the same on all ranks.
-        banks: of what is here; updates write there.
+        pending: whether the device may have older parameters than the host; the same on all ranks.
+        banks: stores of the parameters ahead; updates write there.
     """
 
     def __init__(self, flats: Sequence[FlatParameter], stream: OffloadedUpdate, spaces: MemorySpaces) -> None:
@@ -58,13 +58,13 @@ class DelayedUpdate:
         return bool(self._ahead)
 
     def check(self, optimizer: object, early: bool) -> None:
-        """Check that a step of ``optimizer`` ends the update of its step before, and begins one.
+        """Check that ``optimizer`` also started the pending update, and may start the next one.
 
         Args:
-            early: it would begin updates before its steps.
+            early: whether the optimizer begins updates before its steps.
 
         Raises:
-            ConfigError: updates cannot be both late and early.
+            ConfigError: ``early`` is set, which a delayed plan cannot do.
             StateError: another optimizer's update is pending.
         """
         if self and early:
@@ -83,12 +83,12 @@ class DelayedUpdate:
             )
 
     def begin(self, optimizer: object) -> None:
-        """Note that an update has begun."""
+        """Record that an update of ``optimizer`` has begun."""
         if self:
             self.pending, self._by = True, weakref.ref(optimizer)
 
     def quiet(self) -> None:
-        """Wait until what is here may be read and written.
+        """Wait until the parameters ahead may be read and written.
 
         Raises:
             NpuZeroError: the update has failed.
@@ -97,7 +97,7 @@ class DelayedUpdate:
             self._stream.quiet()
 
     def land(self) -> None:
-        """Bring what is here to the device, if that may have something older.
+        """Copy the parameters ahead to the device if an update is pending.
 
         Raises:
             NpuZeroError: the update has failed.
@@ -111,22 +111,22 @@ class DelayedUpdate:
         self.pending = False
 
     def take(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
-        """Let a range of the masters be ``values``; own parameters, which are behind these, stay."""
+        """Set a range of the masters to ``values``. Own parameters keep their values, which are behind the masters."""
         behind = flat.own_parameters[own].clone()
         flat.write_master(own, values)
         flat.own_parameters[own].copy_(behind)
         self.pending, self._by = True, None
 
     def expect(self, flat: FlatParameter, states: Sequence[Mapping[str, object]]) -> bool:
-        """Prepare for own parameters of those slots that :data:`LAGGING` is among the states of; tell if there are any.
+        """Prepare to load own parameters of the slots with a :data:`LAGGING` state; return whether there are any.
 
-        Without lag there are none: parameters are what their masters are.
+        Without lag there are none: parameters equal their masters.
         """
         self._behind[flat] = [flat.own_slots[i] for i, state in enumerate(states) if self and LAGGING in state]
         return bool(self._behind[flat])
 
     def take_behind(self, flat: FlatParameter, own: slice, values: Tensor) -> None:
-        """Let what is expected of a range of own parameters be ``values``, behind the masters, which stay."""
+        """Set the expected slots within a range of own parameters to ``values``; the masters keep theirs."""
         for slot in self._behind[flat]:
             begin, end = intersect_ranges((own.start, own.stop), (slot.start, slot.stop))
             if begin < end:
@@ -136,14 +136,12 @@ class DelayedUpdate:
     # -- other values ----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Prepare for a whole training state that is loaded: nothing is pending any more."""
+        """Prepare to load a complete training state: drop the pending update."""
         self.quiet()
         self.pending = False
 
     def drop(self) -> None:
-        """Prepare for other values of all parameters: they count, and what a pending update made of the old ones is
-        dropped.
-        """
+        """Prepare to load new values of all parameters: warn that the pending update is dropped, and drop it."""
         if self.pending:
             warnings.warn(
                 "The pending update of a delayed plan is dropped: other parameters were loaded. To keep it, call "
@@ -157,7 +155,7 @@ class DelayedUpdate:
         """Check that a program may write parameters of ``flat``.
 
         Raises:
-            StateError: an update of them is pending, which knows nothing of what is written.
+            StateError: an update is pending that began before the write.
         """
         if self.pending and flat in self._ahead:
             raise StateError(
@@ -169,7 +167,7 @@ class DelayedUpdate:
 
 
 def warn_of_delay(saved: Iterable[Mapping[str, object]], lag: DelayedUpdate) -> None:
-    """Warn where a delayed plan saved these states, one a parameter, and the plan at hand delays nothing."""
+    """Warn if a delayed plan saved these states (one per parameter) and this model's plan delays nothing."""
     if not lag and any(LAGGING in state or AHEAD in state for state in saved):
         warnings.warn(
             "A delayed plan saved this state, and the plan of this model delays nothing: the update that was pending "

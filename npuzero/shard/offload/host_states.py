@@ -1,6 +1,4 @@
-"""Banks: some states of flats that rest far, chunk by chunk: the masters of a model, or the moments of one
-optimizer.
-"""
+"""Store offloaded states by chunk: the masters of a model, or the moments of one optimizer."""
 
 from __future__ import annotations
 
@@ -19,24 +17,24 @@ from npuzero.shard.state.flat_parameter import FlatParameter
 from npuzero.shard.state.snapshot import KeptPart
 from npuzero.shard.state.tiered_tensor import TieredTensor, TierRange
 
-#: By flat, the names and dtypes of its states.
+#: Names and dtypes of the states, by flat parameter.
 Fields = Mapping[FlatParameter, Mapping[str, torch.dtype]]
-#: Of a piece, by name, each state as it is stored: of the piece's elements alone.
+#: The states of one piece by name, as they are stored (codes for 8-bit moments).
 Views = Mapping[str, Tensor]
 
 
 class StateStore(ABC):
-    """Hold the states ``fields`` of the pieces of ``chunks``.
+    """Store the states ``fields`` of the pieces of ``chunks``.
 
-    The update asks for chunk after chunk (``fetch``, ``views``, ``store``), each at its turn, by which a slot of a ring
-    goes; everybody else for ranges, by :meth:`parts`, while no update is under way.
+    The update accesses chunk after chunk (``fetch``, ``views``, ``store``); the turn of a chunk selects its ring slot.
+    All other code accesses ranges, through :meth:`spread`, while no update is in flight.
     """
 
     def __init__(self, chunks: Sequence[UpdateChunk], fields: Fields, quiet: Callable[[], None]) -> None:
         self._chunks = chunks
         self._fields = fields
         self._quiet = quiet
-        # By flat: of each of its pieces the chunk, and which piece of that it is.
+        # For each flat, its pieces as (chunk, index of the piece in that chunk).
         self._places: dict[FlatParameter, list[tuple[int, int]]] = {flat: [] for flat in fields}
         for k, chunk in enumerate(chunks):
             for i, piece in enumerate(chunk.pieces):
@@ -44,23 +42,23 @@ class StateStore(ABC):
                     self._places[piece.flat].append((k, i))
 
     def extent_bytes(self, k: int) -> int:
-        """Return what ``fetch`` reads from a disk, and ``store`` writes there."""
+        """Return the bytes that ``fetch`` reads from a disk, and that ``store`` writes."""
         return 0
 
     def reads(self, k: int, every: bool) -> bool:
-        """Tell whether the update of chunk ``k``, or of ``every`` piece of it, needs what is there."""
+        """Return whether the update must fetch chunk ``k``. ``every``: it updates all pieces of the chunk."""
         return True
 
     def settle(self) -> None:
-        """Bring what was written outside of updates to where it rests; an update begins."""
+        """Write back changes made outside of updates. Called when an update begins."""
         return
 
     @abstractmethod
     def fetch(self, k: int, turn: int) -> AsyncHandle:
-        """Begin to bring chunk ``k`` to the host."""
+        """Start to read chunk ``k`` to the host."""
 
     def foresee(self, k: int, turn: int) -> None:
-        """Begin to bring chunk ``k``, which no update is at, to the host: it may have that turn in the next one."""
+        """Prefetch chunk ``k`` between updates: it probably has that turn in the next update."""
         return
 
     @abstractmethod
@@ -69,26 +67,26 @@ class StateStore(ABC):
 
     @abstractmethod
     def store(self, k: int, turn: int) -> AsyncHandle:
-        """Begin to bring chunk ``k``, which was written, back to where it rests."""
+        """Start to write the updated chunk ``k`` back."""
 
     @abstractmethod
     def opened(self, k: int, write: bool) -> list[Views]:
-        """Return as :meth:`views`, for who is not the update; lasts until another chunk is opened."""
+        """Return the same as :meth:`views`, outside of updates. Valid until another chunk is opened."""
 
     def kept(self, name: str, k: int, i: int) -> KeptPart | None:
-        """Keep a state of a piece where it is, until it is released; None where it must be copied to be kept.
+        """Keep a snapshot of a piece's state in place, until it is released. None: the caller must copy it.
 
         Raises:
-            OutOfSpace: there is no room for what is written meanwhile.
+            OutOfSpace: there is no room for writes during the snapshot.
         """
         return None
 
     def has(self, flat: FlatParameter) -> bool:
-        """Tell whether any state of ``flat`` is here."""
+        """Return whether this store has any state of ``flat``."""
         return flat in self._fields
 
     def spread(self, flat: FlatParameter, name: str) -> TieredTensor:
-        """Return a state of a flat: what lies near of it, and its pieces here."""
+        """Return the offloaded part of one state of a flat parameter: its pieces in this store."""
         pieces = [(self._chunks[k].pieces[i], k, i) for k, i in self._places[flat]]
         parts = [
             TierRange(piece.begin, piece.end, partial(self._open, name, k, i), partial(self.kept, name, k, i))
@@ -102,10 +100,10 @@ class StateStore(ABC):
 
 
 class HostStateStore(StateStore):
-    """Hold states in the host's memory, where they are updated in place.
+    """Store states in host memory and update them in place.
 
-    A state of a flat is one tensor of the stored pieces side by side: the flat's own elements in order, where none are
-    codes.
+    Each state of a flat is one tensor, the concatenation of its stored pieces. Unless they are codes, these are the
+    flat's own elements in order.
     """
 
     def __init__(
@@ -127,7 +125,7 @@ class HostStateStore(StateStore):
             self._views[k][i][name] = part
 
     def whole(self, flat: FlatParameter, name: str) -> Tensor:
-        """Return a state of all far elements of a flat, which is not kept in codes."""
+        """Return a state of all offloaded elements of a flat; for states that are not stored as codes."""
         return self._wholes[flat, name]
 
     def fetch(self, k: int, turn: int) -> AsyncHandle:

@@ -1,7 +1,7 @@
-"""What rests off the device of parameters comes there, into its place in the unsharded flat, where R1 gathers it.
+"""Load offloaded parameter shards into their place in the unsharded flat on the device, before R1 gathers them.
 
-In two stages: from disks to the host, which begins a unit further ahead than R1 does; and from the host to the device,
-with which R1 begins. Parameters that rest on the host need the second alone.
+Two stages: disk to host, which starts one unit further ahead than R1; then host to device, the first part of R1.
+Parameters on the host need only the second stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from npuzero.shard.state.unit import Unit
 
 
 class _UnitRead(NamedTuple):
-    """Hold what is read of a unit, or will be: the flats' shards as they lay on disks when it began."""
+    """Hold a read of a unit's shards from disk, in flight or done; ``versions`` are those when it started."""
 
     turn: int
     versions: list[int]
@@ -32,13 +32,13 @@ class _UnitRead(NamedTuple):
 
 
 class ParameterLoader:
-    """Bring the resting shards of units to the device.
+    """Load the offloaded parameter shards of units to the device.
 
     Args:
-        units: that may be asked for.
-        file: has what rests on disks; None: nothing does.
-        updated: tells whether the update of a unit is over.
-        refuse: has every later use of the model refused; called with what failed, and the error.
+        units: all units that may be loaded.
+        file: store of the parameters on disks; None: no parameters are on disks.
+        updated: returns whether the update of a unit has finished.
+        refuse: makes every later use of the model fail; called with a description of the failure and the error.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ParameterLoader:
             self._ring = BufferRing(spaces.host, largest, READ_SLOTS)
 
     def ahead(self, unit: Unit) -> None:
-        """Begin to read what of a unit rests on disks, unless that is still updated."""
+        """Prefetch a unit's parameters from disk, unless their update is still in flight."""
         if self._on_disk(unit) and self._updated(unit):
             self._read(unit)
 
@@ -73,16 +73,16 @@ class ParameterLoader:
         send: Callable[[FlatParameter, ShardSpec, Tensor, str], AsyncHandle],
         handles: list[AsyncHandle],
     ) -> None:
-        """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there.
+        """Start to unshard ``flats``, all flats of ``unit`` to gather. Their memory is already allocated.
 
-        Where it raises, no copy into that memory is under way, and ``handles`` has the gathers that are.
+        If it raises, no copy into that memory is in flight, and ``handles`` has the gathers that are.
 
         Args:
-            send: begins the gather of a flat, of whose resting shard it is given a copy on the device.
-            handles: gets those of the gathers.
+            send: starts the all-gather of a flat, given the copy of its local shard on the device.
+            handles: receives the handles of the gathers.
 
         Raises:
-            StorageError, OutOfSpace: a disk failed; the model is refused from now on.
+            StorageError, OutOfSpace: a disk failed; every later use of the model is an error.
         """
         read = self._read(unit) if self._on_disk(unit) else None
         try:
@@ -118,7 +118,7 @@ class ParameterLoader:
                 handles.append(send(flat, rest, own, tag) if rest.group.many else self._mover.arrival())
 
     def _sources(self, flat: FlatParameter, read: _UnitRead | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield a flat's resting shard as it lies on the host: where in the shard each part begins, and the part."""
+        """Yield a flat's local shard on the host, as (offset in the shard, part)."""
         if read is None or self._file is None or not self._file.has(flat):
             yield 0, flat.resting
             return
@@ -127,7 +127,7 @@ class ParameterLoader:
             yield place.begin, read.buffers[flat][place.at : place.at + nbytes].view(flat.dtype)
 
     def _read(self, unit: Unit) -> _UnitRead:
-        """Read a unit's shards into a slot of the ring, unless they are there."""
+        """Start to read a unit's shards into a ring slot, unless a read of the same versions was started before."""
         assert self._file is not None
         flats = self._on_disk(unit)
         versions = [self._file.versions[flat] for flat in flats]
@@ -147,17 +147,17 @@ class ParameterLoader:
                 self._file.read(flat, buffers[flat], handles)
                 begin = end
         except BaseException:
-            wait_quietly(handles)  # they write into the slot, which the next read may take
+            wait_quietly(handles)  # they write into the slot, and the next read may take it
             raise
         self._mover.moved[FROM_DISK] += begin
         self._reads[unit.index] = read = _UnitRead(turn, versions, buffers, handles)
         return read
 
     def _empty(self, slot: int) -> None:
-        """Wait until nothing comes to a slot any more that nobody has asked for, and nothing leaves it."""
+        """Wait for pending reads into a slot and for copies out of it, and drop its unused prefetch."""
         for index, read in list(self._reads.items()):
             if read.turn % READ_SLOTS == slot:
-                wait_quietly(read.handles)  # who asks for the unit reads it again, and meets what was wrong
+                wait_quietly(read.handles)  # gather() reads the unit again, and raises the error if it persists
                 del self._reads[index]
         for handle in self._leaving.get(slot, ()):
             handle.wait()

@@ -1,8 +1,8 @@
-"""Extents in files: of those that somebody keeps, new contents go to a second place, and the old ones stay.
+"""Store extents in files with copy-on-write snapshots.
 
-So what a disk holds can be saved as it was at one moment while training writes on, without a copy in memory and without
-waiting: each extent that is written before it was read has its next contents in a second store. When nobody keeps the
-first place any more the extent goes back there as it is written again; the second store is given back when all have.
+A save reads the state of one moment while training writes on, without a copy in memory and without waiting. A write to
+a kept extent goes to a second store, and the old contents stay in the first. Once the first is released, the next write
+of the extent returns there. The second store is freed when no extent is in it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from npuzero.shard.state.snapshot import KeptPart
 
 
 class ExtentLocation(NamedTuple):
-    """Name an extent in the first store (0) or the second (1)."""
+    """Identify an extent in the first store (0) or the second (1)."""
 
     k: int
     store: int
 
 
 class FileExtents:
-    """Hold extents of ``lengths`` bytes each, whole pages, zeros at first.
+    """Store extents of ``lengths`` bytes, multiples of a page, initially zero.
 
-    An update's thread reads and writes; another may keep extents, and read those.
+    The update's thread reads and writes. Another thread may keep extents and read the kept ones.
     """
 
     def __init__(self, space: DiskSpace, lengths: Sequence[int]) -> None:
@@ -41,21 +41,21 @@ class FileExtents:
         self._space = space
         self._stores = [space.store(sum(lengths))]
         self._lock = threading.Lock()
-        self._away: set[int] = set()  # those whose contents are in the second store
+        self._away: set[int] = set()  # extents with their current contents in the second store
         self._keepers = Counter[ExtentLocation]()
 
     def read(self, k: int, buffer: Tensor) -> AsyncHandle:
-        """Begin to read extent ``k`` as it is."""
+        """Start to read the current contents of extent ``k``."""
         if not self.lengths[k]:
             return ReadyHandle()
         return self._stores[int(k in self._away)].read(self._begins[k], buffer[: self.lengths[k]])
 
     def read_part(self, k: int, begin: int, buffer: Tensor) -> AsyncHandle:
-        """Begin to read extent ``k``, as it is, from byte ``begin`` on; whole blocks."""
+        """Start to read the current contents of extent ``k`` from byte ``begin`` on, in multiples of a block."""
         return self._stores[int(k in self._away)].read(self._begins[k] + begin, buffer)
 
     def write(self, k: int, buffer: Tensor) -> AsyncHandle:
-        """Begin to write extent ``k``: to its first place, unless that is kept."""
+        """Start to write extent ``k``: to the first store, unless its contents there are kept."""
         if not self.lengths[k]:
             return ReadyHandle()
         with self._lock:
@@ -64,7 +64,7 @@ class FileExtents:
         return self._stores[int(away)].write(self._begins[k], buffer[: self.lengths[k]])
 
     def settle(self) -> None:
-        """Give the second store back, if nothing is there and nobody keeps anything; nothing is under way."""
+        """Free the second store if no extent is in it and none is kept. No request may be in flight."""
         with self._lock:
             needed = self._away or self._keepers.total()
         if len(self._stores) > 1 and not needed:
@@ -72,13 +72,13 @@ class FileExtents:
             second.close()
             self._space.count("buffers", -second.nbytes)
 
-    # -- as they were ----------------------------------------------------------------------------------------------
+    # -- snapshots -------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Take room for what is written while others are kept.
+        """Allocate the second store, for writes to kept extents.
 
         Raises:
-            OutOfSpace: a disk has none.
+            OutOfSpace: a disk has no room.
         """
         if len(self._stores) == 1:
             second: FileStore = self._space.store(self._stores[0].nbytes)
@@ -86,24 +86,24 @@ class FileExtents:
             self._space.count("buffers", second.nbytes)
 
     def keep(self, k: int) -> ExtentLocation:
-        """Keep extent ``k`` as it is, until the place is released as often as this was called."""
+        """Keep the contents of extent ``k`` until the location is released as often as it was kept."""
         place = ExtentLocation(k, int(k in self._away))
         with self._lock:
             self._keepers[place] += 1
         return place
 
     def release(self, place: ExtentLocation) -> None:
-        """Keep it no longer."""
+        """Release one keep of an extent."""
         with self._lock:
             self._keepers[place] -= 1
 
     def read_kept(self, place: ExtentLocation, begin: int, buffer: Tensor) -> None:
-        """Read a kept extent from byte ``begin`` on, whole blocks."""
+        """Read a kept extent from byte ``begin`` on, in multiples of a block."""
         self._stores[place.store].read(self._begins[place.k] + begin, buffer).wait()
 
 
 class ExtentSnapshot:
-    """Keep parts of extents for one save, which reads them one after the other through one buffer."""
+    """Keep parts of extents for one save, which reads them in sequence through one buffer."""
 
     def __init__(self, extents: FileExtents) -> None:
         extents.prepare()
@@ -114,7 +114,7 @@ class ExtentSnapshot:
 
     @property
     def over(self) -> bool:
-        """Return whether all that was kept has been released."""
+        """Return whether all kept parts have been released."""
         return not self._left
 
     def keep(self, k: int, begin: int, end: int, dtype: torch.dtype) -> KeptPart:
@@ -123,7 +123,7 @@ class ExtentSnapshot:
         return _KeptRange(self, self._extents.keep(k), begin, end, dtype)
 
     def read(self, place: ExtentLocation, begin: int, end: int) -> Tensor:
-        """Return bytes of a kept extent, until others are read."""
+        """Return bytes of a kept extent; valid until the next read."""
         first = begin // BLOCK * BLOCK
         if self._buffer is None:
             self._buffer = FileStore.aligned(max(self._extents.lengths))
@@ -134,7 +134,7 @@ class ExtentSnapshot:
         return self._buffer[begin - first : end - first]
 
     def release(self, place: ExtentLocation) -> None:
-        """Keep an extent for one reader less; without any there is no buffer."""
+        """Release an extent for one part; free the buffer after the last."""
         self._extents.release(place)
         self._left -= 1
         if self.over:

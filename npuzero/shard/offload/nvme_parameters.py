@@ -1,7 +1,7 @@
-"""Parameters that rest on disks: chunk by chunk for the update, flat by flat for who gathers them.
+"""Store parameters on NVMe: updated by chunk, read by flat for R1.
 
-A chunk's extent has its pieces side by side, each on pages of its own, so that those of one flat are read without the
-others. What never trains is in no chunk of the update, and has some of its own behind.
+In a chunk's extent each piece starts on a page, so one flat is read without its neighbours. Frozen parameters are in no
+chunk of the update; separate chunks for them follow the update's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from npuzero.shard.state.flat_parameter import PARAMETERS, FlatParameter
 
 
 class ShardPages(NamedTuple):
-    """Name elements of a flat's resting shard, and the pages that have them.
+    """Locate elements of a flat's local shard on disk.
 
     Attributes:
-        begin, end: of the shard.
-        at, nbytes: of what is read of the flat, in bytes.
-        chunk, first: its extent, and from which byte of it on.
+        begin, end: range of elements in the shard.
+        at, nbytes: range in the buffer that the flat is read into, in bytes.
+        chunk, first: the extent, and the first byte in it.
     """
 
     begin: int
@@ -40,10 +40,10 @@ class ShardPages(NamedTuple):
 
 
 class NvmeParameterStore(NvmeStateStore):
-    """Hold the resting shards of ``flats`` in a store.
+    """Store the local parameter shards of ``flats`` on NVMe.
 
     Attributes:
-        versions: by flat, how often anything of it was written.
+        versions: number of writes so far, by flat.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class NvmeParameterStore(NvmeStateStore):
         self._read = [any(flat.masters != "fp32" for flat in self._flats_of(chunk)) for chunk in chunks]
 
     def reads(self, k: int, every: bool) -> bool:
-        """Tell whether an update needs what is there; not where it is written anew from float32 masters."""
+        """Return whether the update must fetch chunk ``k``; not if float32 masters rewrite all of it."""
         return self._read[k] or not every
 
     def settle(self) -> None:
-        """Bring what was written outside of updates to the disk: an update begins, or the program reads beside it."""
+        """Write changes made outside of updates to the disk: an update begins, or a unit is read."""
         with self._settling:
             super().settle()
 
@@ -78,7 +78,7 @@ class NvmeParameterStore(NvmeStateStore):
         return super().opened(k, write)
 
     def places(self, flat: FlatParameter) -> list[ShardPages]:
-        """Return what is where in what is read of a flat: its pieces, side by side."""
+        """Return the location of each piece of a flat, on disk and in the buffer of :meth:`read`."""
         found: list[ShardPages] = []
         for k, i in self._places[flat]:
             piece = self._chunks[k].pieces[i]
@@ -89,14 +89,15 @@ class NvmeParameterStore(NvmeStateStore):
         return found
 
     def read_bytes(self, flat: FlatParameter) -> int:
-        """Return what :meth:`read` reads."""
+        """Return the number of bytes that :meth:`read` reads."""
         return sum(place.nbytes for place in self.places(flat))
 
     def read(self, flat: FlatParameter, buffer: Tensor, handles: list[AsyncHandle]) -> None:
-        """Begin to read the shard of ``flat``, which is updated no more, into a buffer of so many bytes.
+        """Start to read the shard of ``flat`` into ``buffer``; no update of it is in flight.
 
         Args:
-            handles: gets those of the reads, as each begins.
+            buffer: :meth:`read_bytes` bytes.
+            handles: receives the handle of each read as it starts.
         """
         self.settle()
         for place in self.places(flat):

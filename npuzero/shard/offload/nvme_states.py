@@ -1,4 +1,4 @@
-"""A bank on disks: chunk by chunk, one extent each, which comes to the host and goes back as one."""
+"""Store states on NVMe: one extent per chunk, read and written as a unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from npuzero.shard.state.snapshot import KeptPart
 
 
 class _StateRange(NamedTuple):
-    """Describe where in its chunk's extent a state of a piece lies, in bytes."""
+    """Locate a state of a piece in its chunk's extent, in bytes."""
 
     piece: int
     name: str
@@ -30,14 +30,14 @@ class _StateRange(NamedTuple):
 
 
 class NvmeStateStore(StateStore):
-    """Hold states in a store, and bring them through a ring of the host's.
+    """Store states in files; they move through a ring of host buffers.
 
-    Whoever opens a part outside of an update finds its chunk's extent in the ring from then on; what he writes there
-    goes to the disk when another extent is opened, or an update begins.
+    Opening a part outside of an update reads its chunk's extent into the ring. Changes there are written to disk when
+    another extent is opened or an update begins.
 
     Args:
-        label: the part of the training state that they are.
-        alignment: each state of a piece begins on a multiple of it, within its extent.
+        label: the part of the training state: ``"states"`` or ``"parameters"``.
+        alignment: each state of a piece begins at a multiple of this many bytes in its extent.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class NvmeStateStore(StateStore):
         spaces[Memory.NVME].count(label, sum(s.end - s.begin for states in self._states for s in states))
         self._slots = min(RING_SLOTS, len(chunks))
         self._ring = BufferRing(spaces.host, max(lengths), self._slots)
-        self._foreseen: dict[
-            int, tuple[int, AsyncHandle]
-        ] = {}  # by slot: a chunk that is read before its update begins
+        self._foreseen: dict[int, tuple[int, AsyncHandle]] = {}  # by slot: the chunk prefetched for the next update
         self._opened: int | None = None
         self._written = False
 
@@ -97,7 +95,7 @@ class NvmeStateStore(StateStore):
     def opened(self, k: int, write: bool) -> list[Views]:
         for _, handle in self._foreseen.values():
             _wait_for_slot(handle)
-        self._foreseen.clear()  # somebody may write, and there is one slot for who reads
+        self._foreseen.clear()  # a write makes prefetched chunks stale, and this uses slot 0
         if self._opened != k:
             self.settle()
             self.fetch(k, 0).wait()
@@ -115,14 +113,14 @@ class NvmeStateStore(StateStore):
 
 
 def _wait_for_slot(handle: AsyncHandle | None) -> None:
-    """Wait until nothing is written to a slot any more; what is wrong on the disk will be so when it is asked for."""
+    """Wait until the pending read into a slot ends. Ignore its error: a later fetch raises it again."""
     if handle is not None:
         with suppress(NpuZeroError):
             handle.wait()
 
 
 def _lay_out_states(chunk: UpdateChunk, fields: Fields, alignment: int) -> list[_StateRange]:
-    """Lay the states of a chunk's pieces side by side, each on a multiple of ``alignment``."""
+    """Lay out the states of a chunk's pieces in its extent, each at a multiple of ``alignment``."""
     states: list[_StateRange] = []
     begin = 0
     for i, piece in enumerate(chunk.pieces):

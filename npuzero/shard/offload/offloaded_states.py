@@ -1,6 +1,4 @@
-"""What of a model's states rests beyond the device: how it is divided, the banks that have it, the stream that updates
-it.
-"""
+"""The offloaded states of a model: their division into chunks, the stores that hold them, and their update."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from npuzero.shard.state.unit import Unit
 
 
 class OffloadedStates:
-    """Hold the far states of one model.
+    """Hold the offloaded states of one model.
 
     Attributes:
         stream: updates them.
-        file: has the parameters that rest on disks; None: none do.
-        masters: the banks of what makes masters more than parameters.
-        lag: what the stream's updates are ahead of the parameters, where the plan delays them.
+        file: store of the parameters on disks; None: no parameters are on disks.
+        masters: stores that make masters exact: float32 masters, or the int16 remainders of split ones.
+        lag: parameters that are ahead of those on the device, if the plan delays updates.
     """
 
     def __init__(self, units: Sequence[Unit], spaces: MemorySpaces, settings: Settings) -> None:
@@ -46,6 +44,8 @@ class OffloadedStates:
             on_device=settings.update_on == "device",
             lag=any(flat.plan.lag for flat in flats),
         )
+        # The update sees only the chunks passed above. Those of frozen parameters must follow them, so that the update
+        # and the parameter file number chunks alike.
         filed = [flat for unit in units for flat in unit.flats if flat.rests.parameters.memory is Memory.NVME]
         frozen = [ShardPiece(flat, 0, flat.rests.parameters.numel) for flat in filed if not flat.trainable]
         chunks += divide_into_chunks(frozen, lambda flat: MOMENT_BLOCK * flat.dtype.itemsize, chunk_bytes)
@@ -54,7 +54,7 @@ class OffloadedStates:
         self.lag = DelayedUpdate([flat for flat in flats if flat.plan.lag], self.stream, spaces)
 
     def banks(self, fields: Fields) -> list[StateStore]:
-        """Make banks, of zeros, for states of far flats: one for each memory that they rest in."""
+        """Make zeroed stores for states of offloaded flats: one for each memory that the states are placed in."""
         found: list[StateStore] = []
         for memory in dict.fromkeys(flat.rests.states.memory for flat in fields):
             mine = {flat: states for flat, states in fields.items() if flat.rests.states.memory is memory}
@@ -63,17 +63,17 @@ class OffloadedStates:
         return found
 
     def spread(self, flat: FlatParameter, name: str) -> TieredTensor:
-        """Return what is far of the exact masters of a flat, or its parameters on disks."""
+        """Return the offloaded part of a flat's exact masters, or its parameters on disks."""
         banks = [self.file] if name == PARAMETERS and self.file is not None else self.masters
         return next(bank for bank in banks if bank.has(flat)).spread(flat, name)
 
     @property
     def updated(self) -> list[StateStore]:
-        """Return the banks that every update reads and writes, whatever the optimizer."""
+        """Return the stores that every update reads and writes, independent of the optimizer."""
         return self.masters if self.file is None else [self.file, *self.masters]
 
     def whole(self, flat: FlatParameter) -> Tensor:
-        """Return the float32 masters of a flat that has all of them on the host."""
+        """Return the float32 masters of a flat; all of them must be on the host."""
         bank = next(bank for bank in self.masters if bank.has(flat))
         assert isinstance(bank, HostStateStore)
         return bank.whole(flat, "master")

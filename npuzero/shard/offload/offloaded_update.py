@@ -1,24 +1,21 @@
-"""The stream of far chunks: fetch, rule, store, on a lane beside the program, which waits for a unit when it needs it.
+"""Update offloaded states chunk by chunk (fetch, rule, store) on a lane that overlaps with the program.
 
-States that rest beyond the device are updated on the host, chunk by chunk. What of a chunk is not on the host comes
-there first: gradients and parameters into a slot of a ring each, states from where their bank has them; the updated
-parameters go back to the device. While one chunk is updated the next is on its way, and the one before it goes back.
+Gradients and parameters of a chunk are copied into ring slots on the host, and states are fetched from their store;
+updated parameters go back to the device. The fetch of the next chunk and the store of the previous one overlap with the
+update. The program waits for a unit's chunks when it needs the unit.
 
-Two threads share what an update reads and writes, from ``run()`` until the chunk's handle was waited for:
+From ``run()`` until a chunk's handle has been waited for, two threads share the data of an update:
 
-    states           the lane alone; others open a bank's parts, which waits for all of the update (``quiet``)
-    own parameters   the lane alone; the unit is closed to reading, and R1, R4 and programs wait for its chunks first;
-                     where updates are delayed the lane has others instead: see
-                         :mod:`npuzero.shard.offload.delayed_update`
-    gradients        the lane reads; see :mod:`npuzero.shard.state.flat_gradient`
-    rings            the lane alone; a slot is filled again when the store of the chunk that had it is done
-    numbers          copies: of the scale, the skip and the rows that the device computed; lr and steps are in segments
+    states           lane only; other code opens a store's ranges, which waits for the complete update (``quiet``)
+    own parameters   lane only; R1, R4 and readers wait for the chunks of the unit; ``delayed_update.py`` writes copies
+    gradients        lane reads; see :mod:`npuzero.shard.state.flat_gradient`
+    rings            lane only; a slot is reused after the store of its previous chunk is done
+    numbers          copies of the scale, the skip flag and the rows from the device; lr and steps are in segments
 
-Of the chunks whose gradients are there the lane takes the first of the model next, for that is what the forward pass
-will want first; so all are in their order, unless an update begins inside backward
-(:mod:`npuzero.shard.step.early_update`). A slot of a ring goes by the turn. When all is stored the first chunks come
-back for the next update, as many as the ring has room for. After a chunk that failed none is run: what it raised is
-raised by every wait from then on, so that no step begins on states of which some are a step behind.
+Of the chunks with complete gradients the lane takes the first in model order, because forward needs it first. So chunks
+run in order, unless an update begins inside backward (:mod:`npuzero.shard.step.early_update`). A chunk's turn selects
+its ring slot. After the last store, as many first chunks as the ring holds are prefetched for the next update. After a
+chunk fails no chunk runs: every later wait raises its error, so no step begins while some states are a step behind.
 """
 
 from __future__ import annotations
@@ -46,12 +43,12 @@ from npuzero.shard.state.unit import Unit
 
 
 class StagedChunk(NamedTuple):
-    """Hold what the update of a piece reads and writes, all of it where the update runs.
+    """Hold the tensors that the update of a piece reads and writes, in the memory where the update runs.
 
     Attributes:
         gradient: float32.
-        parameter: own parameters, which are to be updated; undefined where they are copies of float32 masters.
-        states: as they are stored, by name.
+        parameter: own parameters, to be updated; values undefined if they are copies of float32 masters.
+        states: stored states by name.
     """
 
     piece: ShardPiece
@@ -61,34 +58,32 @@ class StagedChunk(NamedTuple):
 
     @property
     def master(self) -> Tensor:
-        """Return what the rule updates: float32 masters, or the parameters."""
+        """Return the tensor that the rule updates: float32 masters, or the parameters."""
         return self.states.get("master", self.parameter)
 
     @property
     def low(self) -> Tensor | None:
-        """Return what gets rounded copies of float32 masters, where these are kept beside the parameters."""
+        """Return the parameters that receive rounded copies of float32 masters; None without such masters."""
         return self.parameter if "master" in self.states else None
 
 
 class UpdateScalars(NamedTuple):
-    """Hold what the device has computed for an update, as :meth:`npuzero.ops.AdamLine.update` takes it: copies, where
-    the update runs.
-    """
+    """Hold copies of an update's scalars from the device, as :meth:`npuzero.ops.AdamLine.update` takes them."""
 
     scale: Tensor
     skip: Tensor | None
     dynamic: Tensor | None
 
 
-#: Updates pieces that are on the host, all of one chunk.
+#: Updates pieces of one chunk, all staged.
 Launch = Callable[[Sequence[StagedChunk], UpdateScalars], None]
 
 
 @dataclass
 class _UpdateJob:
-    """Run one update, on the lane; it knows nothing of the stream, which may be gone before it ends.
+    """Run one update on the lane. Chunks and their gradients are added before a turn is queued.
 
-    What the program adds to it (chunks that are ready, gradients of their flats) is there before a turn is queued.
+    It has no reference to its OffloadedUpdate, which may be deleted first.
     """
 
     chunks: Sequence[UpdateChunk]
@@ -99,31 +94,31 @@ class _UpdateJob:
     lag: bool
     numbers: UpdateScalars
     skip: Tensor | None  # of the numbers, on the host
-    taken: Sequence[AsyncHandle]  # of the numbers
+    taken: Sequence[AsyncHandle]  # copies of the numbers
     launch: Launch
     rank: int
     threads: int
-    gradients: dict[FlatParameter, Tensor] = field(default_factory=dict)  # of the flats that are updated
-    ready: PriorityQueue[int] = field(default_factory=PriorityQueue)  # chunks that have no turn yet
-    order: list[int] = field(default_factory=list)  # of chunks, so far: the place of one is its turn
+    gradients: dict[FlatParameter, Tensor] = field(default_factory=dict)  # of the flats to update
+    ready: PriorityQueue[int] = field(default_factory=PriorityQueue)  # chunks without a turn yet
+    order: list[int] = field(default_factory=list)  # chunks by turn, so far
     updated: set[int] = field(default_factory=set)  # chunks
     ended: int = 0  # turns
-    closed: bool = False  # no more are to come
+    closed: bool = False  # all chunks are queued
     failed: BaseException | None = None
-    # By turn: what is on its way to the host, and back.
+    # By turn: copies to the host in flight, and stores back.
     begun: dict[int, tuple[list[StagedChunk], list[AsyncHandle]]] = field(default_factory=dict)
     storing: dict[int, list[AsyncHandle]] = field(default_factory=dict)
-    read: dict[int, list[StateStore]] = field(default_factory=dict)  # for the first turns, one for each slot of a ring
+    read: dict[int, list[StateStore]] = field(default_factory=dict)  # stores read in the first turns, one per ring slot
 
     def run(self, turn: int) -> None:
-        """Update the next chunk, once those before it are."""
+        """Update the next chunk. The lane runs turns in order."""
         if self.failed is not None:
             raise self.failed
         observe.set_rank(self.rank)
         try:
             self.mover.attend()
             if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)  # of this thread: kernels obey it
+                torch.set_num_threads(self.threads)  # a setting of this thread, which kernels obey
             self._run(turn)
         except BaseException as error:
             self._fail(error)
@@ -131,11 +126,11 @@ class _UpdateJob:
 
     @property
     def _in_place(self) -> bool:
-        """Return whether gradients and parameters are updated where they rest, and nothing is staged."""
+        """Return whether gradients and parameters are updated in place, without staging."""
         return self.on_device or self.lag
 
     def finish(self) -> None:
-        """Wait until everything is where it rests; begin to bring what the next update will read first."""
+        """Wait for all stores, then prefetch the first chunks of the next update."""
         if self.failed is not None:
             raise self.failed
         try:
@@ -156,7 +151,7 @@ class _UpdateJob:
 
     def _run(self, turn: int) -> None:
         for bank in self.banks if turn == 0 else ():
-            bank.settle()  # here, so that no step follows where it fails
+            bank.settle()  # inside the job, so that a failure here stops later steps
         if self._skipped():
             return
         for ahead in (turn, turn + 1):
@@ -172,6 +167,7 @@ class _UpdateJob:
             handle.wait()
         if not staged:
             return
+        # Store states right after the launch; the device copies are waited for last, so that both run at once.
         states = [bank.views(k, turn) for bank in self.banks]
         number = {id(piece.flat): i for i, piece in enumerate(self.chunks[k].pieces)}
         whole = [_add_stored_states(each, [views[number[id(each.piece.flat)]] for views in states]) for each in staged]
@@ -208,7 +204,8 @@ class _UpdateJob:
         return self.skip is not None and self.skip.item() != 0
 
     def _begin(self, turn: int) -> tuple[list[StagedChunk], list[AsyncHandle]]:
-        """Choose the chunk of a turn, and begin to bring it to the host, all of it that is updated."""
+        """Choose the chunk of a turn, and start to copy its updated pieces to the host."""
+        # The ring slot of this turn was last used RING_SLOTS turns ago; its store must be done before it is filled.
         if turn >= RING_SLOTS:
             self._stored(turn - RING_SLOTS)
         k = self.ready.get()
@@ -230,7 +227,8 @@ class _UpdateJob:
         return staged, handles
 
     def _stage(self, turn: int, pieces: Sequence[ShardPiece]) -> tuple[list[StagedChunk], list[AsyncHandle]]:
-        """Begin to copy gradients and parameters of a chunk to the host."""
+        """Start to copy gradients and parameters of a chunk to the host."""
+        # Parameters under float32 masters are not copied: the update overwrites them. They only need the slot.
         handles: list[AsyncHandle] = []
         staged: list[StagedChunk] = []
         begins = [0, 0]
@@ -262,24 +260,24 @@ class _UpdateJob:
         self.storing.pop(turn, None)
 
     def landing(self, k: int) -> Sequence[AsyncHandle]:
-        """Return what is on its way to where it rests, of a chunk that is updated; any thread may ask, and wait."""
+        """Return the stores in flight of an updated chunk; any thread may call this and wait."""
         return self.storing.get(self.order.index(k), ()) if k in self.updated else ()
 
 
 def _own_parameters(piece: ShardPiece) -> Tensor:
-    """Return own parameters of a piece; nothing where they rest on a disk, and come with the states."""
+    """Return own parameters of a piece; an empty tensor if they are on a disk, since they come with the states."""
     if piece.flat.rests.parameters.memory is Memory.NVME:
         return torch.empty(0, dtype=piece.flat.dtype)
     return piece.flat.own_parameters[piece.begin : piece.end]
 
 
 def _parameters_offloaded(piece: ShardPiece) -> bool:
-    """Return whether the parameters rest where they are updated."""
+    """Return whether the parameters are placed off the device, so that the update needs no copy to it."""
     return piece.flat.rests.parameters.far
 
 
 def _add_stored_states(staged: StagedChunk, found: Sequence[Views]) -> StagedChunk:
-    """Return a piece with its states, and parameters if banks have them: on a disk, or where updates are delayed."""
+    """Return a piece with its states, and with parameters if a store has them (on a disk, or for delayed updates)."""
     states = {name: tensor for views in found for name, tensor in views.items()}
     parameter = states.pop(PARAMETERS, states.pop(AHEAD, staged.parameter))
     return staged._replace(parameter=parameter, states=states)
@@ -302,7 +300,7 @@ def _broken_update_error(error: BaseException) -> NpuZeroError:
 
 
 def _unfinished_update_error() -> StateError:
-    """Return the error of who comes between an update that has begun inside backward, and the step that ends it."""
+    """Return the error for a use of the model between an update begun in backward and the step that ends it."""
     return StateError(
         "an update that has begun inside backward (early=True)",
         expected="step() of its optimizer next: a part of the model is updated, the rest is not",
@@ -313,14 +311,14 @@ def _unfinished_update_error() -> StateError:
 
 
 class OffloadedUpdate:
-    """Run the far part of a model's updates, one after the other.
+    """Run the offloaded part of a model's updates, one at a time.
 
     Args:
         units: in forward order.
-        chunks: the far shards of the model's flats, divided for good.
-        overlap: False ends each update within its step.
-        on_device: the device's kernels update, and read and write the host's memory where it is.
-        lag: nobody waits for the parameters of an update: the next step brings them to the device.
+        chunks: the offloaded shards of the model's flats; the division is fixed.
+        overlap: False: each update ends within its step.
+        on_device: kernels of the device update, and access host memory in place.
+        lag: no reader waits for updated parameters; the next step copies them to the device.
     """
 
     def __init__(
@@ -341,14 +339,14 @@ class OffloadedUpdate:
         self._lag = lag
         self._staging: list[BufferRing] = []
         self._unit_of = {flat: unit.index for unit in units for flat in unit.trainable if flat.far}
-        self._of: dict[int, list[int]] = {index: [] for index in self._unit_of.values()}  # the chunks with any of it
+        self._of: dict[int, list[int]] = {index: [] for index in self._unit_of.values()}  # chunks of each unit
         for k, chunk in enumerate(chunks):
             for index in {self._unit_of[piece.flat] for piece in chunk.pieces}:
                 self._of[index].append(k)
         self._filed = {unit.index for unit in units if unit.plan.parameters.memory is Memory.NVME}
-        self._job: _UpdateJob | None = None  # until it was waited for to its end
+        self._job: _UpdateJob | None = None  # until its end has been waited for
         self._queued: set[int] = set()  # chunks
-        self._turns: list[AsyncHandle] = []  # and the end
+        self._turns: list[AsyncHandle] = []  # of all turns, then of finish()
         self._lane = HostLane("update", make_fork_check("an update"))
         weakref.finalize(self, self._lane.close, 0.0)
 
@@ -361,12 +359,12 @@ class OffloadedUpdate:
         skip: Tensor | None,
         dynamic: Tensor | None,
     ) -> None:
-        """Begin to update the far shards of ``flats``, or of those that are not under way yet (:meth:`open`).
+        """Start to update the offloaded shards of ``flats``; continue an update that :meth:`open` began.
 
         Args:
-            banks: that have their states.
-            launch: updates pieces that are on the host, all of one chunk; called on the lane.
-            scale, skip, dynamic: on the device; they may change meanwhile.
+            banks: stores of their states.
+            launch: updates the staged pieces of one chunk; called on the lane.
+            scale, skip, dynamic: on the device; copied, so they may change during the update.
         """
         job = self._job or self.open(banks, launch, scale, skip, dynamic)
         job.launch = launch
@@ -383,9 +381,7 @@ class OffloadedUpdate:
     def open(
         self, banks: Sequence[StateStore], launch: Launch, scale: Tensor, skip: Tensor | None, dynamic: Tensor | None
     ) -> _UpdateJob:
-        """Prepare an update, whose flats come one by one (:meth:`add`) until :meth:`run` has the rest; nothing else is
-        under way.
-        """
+        """Prepare an update. :meth:`add` adds flats one by one, :meth:`run` the rest. No other may be in flight."""
         self._stage()
         self.mover.moved.clear()
         there = UpdateScalars(scale.clone(), *(None if other is None else other.clone() for other in (skip, dynamic)))
@@ -398,7 +394,7 @@ class OffloadedUpdate:
         return self._job
 
     def add(self, flat: FlatParameter) -> None:
-        """Update a flat, whose gradient is there, as soon as the other flats of its chunks are added, too."""
+        """Add a flat with a complete gradient; a chunk is queued once all of its flats are added."""
         assert self._job is not None
         gradients = self._job.gradients
         self.mover.follow()
@@ -420,9 +416,10 @@ class OffloadedUpdate:
         self._turns.append(self._lane.run(lambda: job.run(turn)))
 
     def _stage(self) -> None:
-        """Make the rings that chunks go through, at the first update."""
+        """Allocate the staging rings at the first update."""
         if self._staging or not self.chunks or self._on_device or self._lag:
             return
+        # Slots fit the largest chunk. Pieces that are already on the host need none.
         pieces = [chunk.pieces for chunk in self.chunks]
         gradients = max(
             sum(4 * (end - begin) for flat, begin, end in some if flat.rests.gradients.memory is Memory.DEVICE)
@@ -443,52 +440,44 @@ class OffloadedUpdate:
 
     @property
     def busy(self) -> bool:
-        """Return whether there is an update that nobody has waited for to its end."""
+        """Return whether there is an update whose end has not been waited for."""
         return self._job is not None
 
     @property
     def waits(self) -> bool:
-        """Return whether there is an update that began inside backward, and that no step has ended."""
+        """Return whether an update that began inside backward still needs its step."""
         return self._job is not None and not self._job.closed
 
     def has(self, unit: Unit) -> bool:
-        """Tell whether such an update has anything of ``unit``."""
+        """Return whether readers of ``unit`` may have to wait for an update."""
         return self.busy and not self._lag and unit.index in self._of
 
     def done(self, unit: Unit) -> bool:
-        """Tell whether :meth:`wait` would return at once."""
+        """Return whether :meth:`wait` would return at once."""
         return all(handle.done() for handle in self._updates(unit))
 
     def wait(self, unit: Unit) -> None:
-        """Wait until the parameters of ``unit`` are updated.
-
-        Raises:
-            NpuZeroError: the update has failed.
-        """
+        """Wait until the parameters of ``unit`` are updated, or raise the error of the update."""
         for handle in self._updates(unit):
             handle.wait()
 
     def _updates(self, unit: Unit) -> Iterator[AsyncHandle]:
-        """Yield what is to be waited for until the parameters of ``unit`` are updated, one by one."""
+        """Yield the handles to wait for, one by one, until the parameters of ``unit`` are updated."""
         job, turns = self._job, self._turns
         if job is None or not self.has(unit):
             return
         for k in self._of[unit.index]:
             if k not in self._queued:
                 continue
-            # Which turn a chunk gets is not known before it has it; in a step that is skipped none gets any.
+            # The turn of a chunk is unknown until the lane chooses it; in a skipped step no chunk gets one.
             for turn in range(job.ended, len(turns)):
                 if k not in job.updated:
                     yield turns[turn]
-            if unit.index in self._filed:  # R1 reads them from there
+            if unit.index in self._filed:  # R1 reads the parameters from the disk
                 yield from job.landing(k)
 
     def quiet(self) -> None:
-        """Wait until the update is done, and all states are where they rest.
-
-        Raises:
-            NpuZeroError: it has failed, or waits for the step that is to end it.
-        """
+        """Wait until the update is done and all states are stored; raise if it failed or still needs its step."""
         if self._job is not None:
             self.check()
             if self.waits:
@@ -499,15 +488,11 @@ class OffloadedUpdate:
             self._queued, self._turns = set(), []
 
     def check(self) -> None:
-        """Raise what an update has failed by, if one has.
-
-        Raises:
-            NpuZeroError: it has.
-        """
+        """Raise the error of the update, if it failed."""
         if self._job is not None and self._job.failed is not None:
             raise self._job.failed
 
     def moved(self) -> Counter[str]:
-        """Return the bytes that the last update has moved, by link; waits for its end."""
+        """Return the bytes moved by the last update, by link. Waits for the update to end."""
         self.quiet()
         return self.mover.moved

@@ -1,7 +1,7 @@
-"""The ranks of all stages of a pipeline, as a model's state goes in or out: each stage knows its own modules alone.
+"""Exchange a model's state between pipeline stages when it is saved or loaded. A stage has only its modules.
 
-The first rank of each stage speaks for it, and gives what the stage has to the rank, or the ranks, that want all of it.
-Without a pipeline there is one stage, and nothing is sent.
+The first rank of each stage sends the state of the stage to the rank or ranks that need the full state. Without a
+pipeline there is one stage, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _Value = TypeVar("_Value")
 def exchange_or_raise(
     world: World, subject: str, problem: Exception | None, value: object = None, channel: str = ""
 ) -> list[Any]:
-    """Exchange what every rank says, if none has a problem. Collective.
+    """Exchange ``value`` between all ranks unless a rank has a ``problem``. Collective.
 
     Raises:
-        CheckpointError: on every rank, if one has; on that one the problem itself, if it is one of ours.
+        CheckpointError: on every rank, if a rank has a problem. That rank raises the problem itself if it is an
+            NpuZeroError.
     """
     said = world.exchange([problem and f"{type(problem).__name__}: {problem}", value], channel)
     if isinstance(problem, NpuZeroError):
@@ -44,15 +45,15 @@ def exchange_or_raise(
 
 
 def pick_per_stage(mesh: CountingMesh, said: Sequence[_Value]) -> list[_Value]:
-    """Return of what the ranks of all stages said, by rank, that of the first rank of each stage, in their order."""
+    """Return the values of the first rank of each stage, in stage order, from the values of all ranks."""
     return list(said[:: mesh.size(STAGE)])  # pipe is the outermost axis
 
 
 def merge_state_names(names: Iterable[str]) -> list[str]:
-    """Return each of ``names`` once, in the order of one model that has them all.
+    """Return each of ``names`` once, in the order of the full model.
 
-    Parts of the model come in the order in which ``names`` have them first; numbered ones, which stages may have in
-    turn, by their numbers.
+    Parts of the model keep the order of their first name in ``names``. Numbered parts, which stages may hold
+    alternately, are sorted by number.
     """
     tree: dict[str, Any] = {}
     for name in names:
@@ -73,18 +74,18 @@ def _iter_leaves(tree: dict[str, Any]) -> Iterable[str]:
 
 
 class StageRelay:
-    """Move tensors between the ranks at this rank's place in all stages, over the host.
+    """Send tensors over the host between the ranks that have the same index in each stage.
 
     Args:
-        to_all: what a stage gives is for the ranks of all other stages; else for rank 0 alone, from the first ranks of
-            the other stages.
+        to_all: True: a stage broadcasts to the ranks of all stages. False: the first rank of each stage sends to
+            rank 0.
 
     Attributes:
-        stage: this rank's place in the pipeline.
-        first: whether it is its stage's first rank.
-        many: whether there are other stages.
-        gives: whether this rank gives what its stage has.
-        takes: whether it takes what other stages have.
+        stage: index of this rank's stage in the pipeline.
+        first: whether this is the first rank of its stage.
+        many: whether there is more than one stage.
+        gives: whether this rank sends the tensors of its stage.
+        takes: whether this rank receives the tensors of other stages.
     """
 
     def __init__(self, mesh: CountingMesh, to_all: bool = False) -> None:
@@ -97,7 +98,7 @@ class StageRelay:
         self.takes = to_all or (first and self.stage == 0)
 
     def give(self, tensor: Tensor) -> None:
-        """Give ``tensor``, which this stage has, to those that take it."""
+        """Send ``tensor`` of this stage to the ranks that take it."""
         if not self.gives:
             return
         if not self._to_all:
@@ -111,7 +112,7 @@ class StageRelay:
             self._mesh.host((PIPE,)).send(_host_bytes(tensor), stage, tag="state").wait()
 
     def take(self, stage: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Return, on the host, what ``stage`` gives, or sends."""
+        """Return, on the host, the tensor that ``stage`` gives or sends."""
         found = torch.empty(tuple(shape), dtype=dtype)
         if found.numel():
             line, raw = self._mesh.host((PIPE,)), _host_bytes(found)
@@ -122,5 +123,5 @@ class StageRelay:
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, on the host; of one that lies there in one piece a view."""
+    """Return the bytes of a tensor on the host; a view if the tensor is contiguous there."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""R1: a unit's parameters are gathered (unsharded) before it computes, and released (resharded) after."""
+"""R1: all-gather (unshard) a unit's parameters before it computes, and release (reshard) them after."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _S = ParameterState
 
 @dataclass
 class _UnitGather:
-    """Hold a gather that is under way, and what undoes it.
+    """Hold a gather in flight, and the data to undo it.
 
     Attributes:
         before: the unit's state before the gather.
-        flats: those that got memory for the gather.
-        failed: the gather raised, and has not been undone yet.
+        flats: flats with memory allocated for the gather.
+        failed: the gather raised and has not been undone yet.
     """
 
     before: ParameterState
@@ -39,25 +39,26 @@ class _UnitGather:
 
 
 class ParameterGatherer:
-    """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank.
+    """Start, finish and undo the all-gather of units. Every start must be followed by a finish on every rank.
 
-    Where one of them raises, the unit is as before the start: its memory is given back, and nothing is under way.
+    If either raises, the unit returns to its state before the start: its memory is released, no gather is in flight.
     """
 
     def __init__(self, writes: UserWrites, fetcher: ParameterLoader, spaces: MemorySpaces) -> None:
         self._writes = writes
         self._fetcher = fetcher
         self._device = spaces[Memory.DEVICE]
-        self._pools: dict[Axes, BufferPool] = {}  # of codes, by the ranks that read them in place
-        self._gathers: dict[int, _UnitGather] = {}  # under way, by unit
+        self._pools: dict[Axes, BufferPool] = {}  # of codes, by the axes of the ranks that read them in place
+        self._gathers: dict[int, _UnitGather] = {}  # in flight, by unit
 
     def start(self, unit: Unit, purpose: str = "gather") -> None:
-        """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank.
+        """Start to gather ``unit``, unless it is unsharded or its gather is in flight.
 
-        To compute with, parameters may travel rounded; for any other purpose they do not.
+        Args:
+            purpose: the same on every rank. ``"gather"`` (to compute) may send quantized parameters; no other does.
         """
         under_way = self._gathers.get(unit.index)
-        if under_way is not None and under_way.failed:  # an interrupt has cut its undoing short
+        if under_way is not None and under_way.failed:  # an interrupt stopped _undo()
             self._undo(unit, under_way)
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
@@ -86,7 +87,7 @@ class ParameterGatherer:
             return
         for flat in flats:
             held = next(((rest, copy.tensor) for rest, copy in flat.held.items() if copy.here), None)
-            # A copy of what has been gathered is not rounded again: backward computes with what forward did.
+            # A held copy of gathered values is not rounded again: backward uses the values that forward used.
             handles.append(
                 self._send(flat, *held, tag) if held else send(flat, flat.rests.parameters, flat.resting, tag)
             )
@@ -104,7 +105,7 @@ class ParameterGatherer:
         return rest.group.communicator("gather").all_gather(flat.whole, shard, tag=tag)
 
     def _send_thin(self, flat: FlatParameter, rest: ShardSpec, shard: Tensor, tag: str) -> AsyncHandle:
-        """Send codes of ``shard``. A rank takes its own part from them, too: so all compute with the same values."""
+        """Start to all-gather codes of ``shard``. A rank decodes also its part, so all ranks use the same values."""
         bits = flat.plan.precision.gather_bits
         assert bits is not None
         group = rest.group
@@ -123,12 +124,12 @@ class ParameterGatherer:
         return _QuantizedHandle(arriving, codes, flat.whole, bits, group.size, pool)
 
     def read_ahead(self, unit: Unit) -> None:
-        """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
+        """Prefetch parameters of ``unit`` from disk, if its next gather reads them."""
         if unit.parameter_state is _S.SHARDED:
             self._fetcher.ahead(unit)
 
     def finish(self, unit: Unit, purpose: str = "gather") -> None:
-        """Wait until ``unit`` is unsharded and open its parameters to reading; start the gather if nobody has."""
+        """Wait until ``unit`` is unsharded, then open its parameters to reads; start a gather if none is in flight."""
         if unit.parameter_state is not _S.WHOLE:
             self.start(unit, purpose)
             gather = self._gathers[unit.index]
@@ -145,43 +146,43 @@ class ParameterGatherer:
         unit.check_views()
 
     def hold(self, unit: Unit) -> None:
-        """Keep after forward what the plan says, and release the rest; one that is gathered again already stays so."""
+        """Reshard ``unit`` to the plan's ``after_forward``, unless it is being gathered again."""
         if unit.parameter_state is not _S.GATHERING:
             self._release(unit, [flat.rests.after_forward for flat in unit.flats])
 
     def hold_between(self, unit: Unit) -> None:
-        """Keep for the next micro-batch what the plan says, and release the rest."""
+        """Reshard ``unit`` to the plan's ``between``, for the next micro-batch."""
         self._release(unit, [flat.rests.between for flat in unit.flats])
 
     def release(self, unit: Unit) -> None:
-        """Keep the resting shards only."""
+        """Reshard ``unit`` to the plan's ``parameters``: keep only the local shards."""
         self._release(unit, [flat.rests.parameters for flat in unit.flats])
 
     def _release(self, unit: Unit, keep: Sequence[ShardSpec]) -> None:
-        """Keep of each flat what is there where its parameters rest as ``keep`` says, and the resting shard."""
+        """Reshard each flat to its spec in ``keep``; the local shard always stays."""
         if not unit.guarded:
             return
         if unit.parameter_state is _S.GATHERING:  # prefetched, but never used
             self.finish(unit)
         more = any(flat.rests.more(rest) for flat, rest in zip(unit.flats, keep, strict=True))
-        # What is held has at least as much as is kept between micro-batches, and serves its own backward, too.
+        # A held unit keeps at least as much as `between` does, and its backward needs it.
         if unit.parameter_state is _S.SHARDED or (more and unit.parameter_state is _S.HELD):
             return
         try:
             if unit.parameter_state is _S.WHOLE:
-                self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
+                self._writes.look(unit)  # the program's writes are only in the unsharded flat, which is released below
             unit.close()
             for flat, rest in zip(unit.flats, keep, strict=True):
                 self._keep(flat, rest)
         except BaseException:
             self._drop(unit)
             raise
-        # What is kept may be the resting shards alone: then the unit is simply sharded again.
+        # If only the local shards are kept, the unit is sharded.
         unit.move(_S.HELD if more else _S.SHARDED)
 
     @staticmethod
     def _drop(unit: Unit) -> None:
-        """Keep the resting shards alone, whatever of the rest was kept so far."""
+        """Release everything but the local shards, also copies kept so far."""
         unit.close()
         for flat in unit.flats:
             for copy in flat.held.values():
@@ -203,13 +204,13 @@ class ParameterGatherer:
 
 
 class _QuantizedHandle(AsyncHandle):
-    """Stand for parameters that arrive as codes, which whoever waits makes values of."""
+    """Wait for parameters that arrive as codes, and dequantize them."""
 
     def __init__(
         self, arriving: AsyncHandle, codes: Tensor, whole: Tensor, bits: int, pieces: int, pool: BufferPool
     ) -> None:
         self._arriving = arriving
-        self._codes: Tensor | None = codes  # until they are values
+        self._codes: Tensor | None = codes  # None once dequantized
         self._whole = whole
         self._bits, self._pieces = bits, pieces
         self._pool = pool

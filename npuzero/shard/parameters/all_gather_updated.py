@@ -1,4 +1,4 @@
-"""R4: after the update every rank gets back the parameters that the plan lets it keep, beside the next forward."""
+"""R4: all-gather updated parameters after the update; it overlaps with the next forward."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from npuzero.shard.state.unit import Unit
 
 
 class UpdatedParameterGatherer:
-    """Gather updated parameters over the axes of states beyond those of parameters, unit by unit in forward order.
+    """Gather updated parameters over the axes "states - parameters", unit by unit in forward order.
 
-    On a channel of its own: gathers of one unit may begin while another's restore is under way.
+    It uses a separate channel: R1 of one unit may start while R4 of another is in flight.
 
     Attributes:
-        before: while units are updated beside the program, waits for the update of one and starts its R4.
-        refusal: makes the error for who needs the training state, while it is absent or incomplete.
-        half_loaded: the refusal that a failed load has left, which a load of as much ends; None where none has failed.
+        before: set while an update overlaps with the program; waits for the update of a unit and starts its R4.
+        refusal: makes the error for uses of the training state; set while the state is absent or incomplete.
+        half_loaded: the refusal that a failed load set; a later load of the same parts clears it. None: no load failed.
     """
 
     def __init__(self) -> None:
         self.before: Callable[[Unit], None] | None = None
         self.refusal: Callable[[], StateError] | None = None
         self.half_loaded: Callable[[], StateError] | None = None
-        self._half_states = False  # optimizer states were among what the failed load has left
+        self._half_states = False  # the failed load included optimizer states
         self._handles: dict[int, list[AsyncHandle]] = {}
 
     def start(self, unit: Unit) -> None:
-        """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished.
+        """Start R4 of ``unit``; its parameters are closed to reads until :meth:`finish`.
 
-        Where it raises, nothing is under way, and it may be called again.
+        If it raises, nothing is in flight, and it may be called again.
         """
         handles: list[AsyncHandle] = []
         try:
@@ -51,11 +51,11 @@ class UpdatedParameterGatherer:
             unit.close()
 
     def finish(self, unit: Unit) -> None:
-        """Wait until the resting parameters of ``unit`` are up to date.
+        """Wait until the local parameters of ``unit`` are up to date.
 
         Raises:
-            StateError: they are absent or incomplete.
-            NpuZeroError: their update has failed.
+            StateError: the training state is absent or incomplete.
+            NpuZeroError: the update failed.
         """
         self.check_here()
         if self.before is not None:
@@ -63,7 +63,7 @@ class UpdatedParameterGatherer:
         self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
-        """Wait for the R4 of ``unit`` that is under way, if any, and start none."""
+        """Wait for R4 of ``unit`` if it is in flight; do not start it."""
         handles = self._handles.get(unit.index)
         if handles:
             with observe.span("wait for restore", unit.name):
@@ -74,26 +74,26 @@ class UpdatedParameterGatherer:
                 unit.reopen()
 
     def refuse(self, what: str, error: BaseException, check: Callable[[], None] = lambda: None) -> None:
-        """Refuse every use of the training state from now on: ``error`` has left it incomplete.
+        """Make every later use of the training state an error, because ``error`` left it incomplete.
 
         Args:
-            what: that failed, such as ``"optimizer.step"``.
-            check: raises an error that says more than the refusal, if there is one.
+            what: the call that failed, such as ``"optimizer.step"``.
+            check: raises a more specific error than the refusal, if there is one.
         """
         self._refuse(what, error, check, "Call npuzero.zero() on a new model and load the last checkpoint.")
 
     def check_loadable(self, states: bool) -> None:
-        """Raise a StateError where a load, with optimizer states if ``states``, leaves the model incomplete."""
+        """Raise a StateError if a load, with optimizer states if ``states``, would leave the model incomplete."""
         if self.refusal is not self.half_loaded or (self._half_states and not states):
             self.check_here()
 
     @contextlib.contextmanager
     def loading(self, what: str, states: bool) -> Iterator[None]:
-        """Refuse every use of the training state from now on where the block, which loads it, raises.
+        """Make every later use of the training state an error if the block, which loads it, raises.
 
         Args:
             what: the call that loads.
-            states: whether optimizer states are among what is loaded.
+            states: whether optimizer states are loaded.
         """
         self._half_states = self._half_states or states
         self.refusal = self.half_loaded = None
@@ -116,7 +116,7 @@ class UpdatedParameterGatherer:
         return refusal
 
     def check_here(self) -> None:
-        """Raise a StateError where the model's training state is absent or incomplete."""
+        """Raise a StateError if the model's training state is absent or incomplete."""
         if self.refusal is not None:
             raise self.refusal()
 

@@ -1,8 +1,8 @@
-"""Parameters that tensor ranks hold alike, compared before they are written: a file has one rank's view of them.
+"""Compare parameters replicated over tensor ranks before a checkpoint stores one rank's values.
 
-Nothing sums the gradients of a parameter that is repeated along ``tensor``: they are equal because activations are.
-Where a program breaks that (random numbers of each rank's own inside a forward, another loss, another batch in a later
-micro-batch), the ranks drift apart, and only a comparison shows it.
+The gradients of a parameter that is replicated along ``tensor`` are not summed: they are equal because activations are.
+If a program breaks that (different random numbers in a forward, another loss, another batch in a later micro-batch),
+the ranks diverge, and only a comparison detects it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def check_replicated(engine: Engine, subject: str, channel: str = "") -> None:
-    """Compare what tensor ranks hold alike, each its shard of it. Collective; without tensor ranks nothing is sent.
+    """Compare replicated parameters between tensor ranks, each its shard. Collective; sends nothing without them.
 
     Raises:
-        StateError: on every rank: a parameter has other values on some of them. Where kernels may add in any order
-            (an accelerator without ``torch.use_deterministic_algorithms``), rank 0 warns instead.
+        StateError: on every rank: the values of a parameter differ between ranks. If kernels may add in any order (an
+            accelerator without ``torch.use_deterministic_algorithms``), rank 0 warns instead.
     """
     mesh = engine.mesh
     ranks = mesh.size((TENSOR,))
@@ -51,7 +51,7 @@ def check_replicated(engine: Engine, subject: str, channel: str = "") -> None:
 
 @torch.no_grad()
 def _replica_digests(engine: Engine) -> dict[str, list[int]]:
-    """Return by name the digest of this rank's shard of each parameter that tensor ranks hold alike."""
+    """Return the digest of this rank's shard of each parameter replicated over tensor ranks, by name."""
     found: dict[str, list[int]] = {}
     for flat in engine.flats():
         if TENSOR in flat.rests.alike.axes:

@@ -1,4 +1,4 @@
-"""The values of a model's parameters: the first ones, and how unsharded values go in and out."""
+"""Initialize a model's parameters, and read and write them unsharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from npuzero.shard.state.unit import Unit
 
 
 def _suggest_instead(call: str) -> str:
-    """Return what to do in place of ``call``, a function of torch that read a parameter where it is sharded."""
+    """Return the advice for ``call``, a torch function that read a sharded parameter."""
     what = call.rpartition(".")[2]
     if what == "step":
         return f"Use {INSTEAD}."
@@ -48,10 +48,10 @@ def _suggest_instead(call: str) -> str:
 
 
 class FullParameters:
-    """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps.
+    """Read and write the parameters of one model, unsharded or in shards. Its collectives run between steps.
 
     Attributes:
-        opened: how many blocks of :meth:`gathered` are open.
+        opened: number of open :meth:`gathered` blocks.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class FullParameters:
         far: Callable[[FlatParameter, str], TieredTensor],
         claim: Callable[[Unit], None],
     ) -> None:
-        """Move every parameter into its flat, with the values of ``origin``, and guard what is sharded.
+        """Move every parameter into its flat, with the values of ``origin``, and guard sharded parameters.
 
         Args:
-            spaces: where parameters, gradients and states rest.
-            far: gives what rests far of a flat's exact masters, and parameters that rest on a disk.
-            claim: lets the parameters of a unit know whose they are; they may be read only from then on.
+            spaces: allocate parameters, gradients and states.
+            far: returns the offloaded part of a flat's exact masters, or its parameters on a disk.
+            claim: registers a unit's parameters with the engine; only then may they be read.
         """
         device = self._world.device
         first_values = partial(self._first_values, origin)
@@ -98,7 +98,7 @@ class FullParameters:
         for unit, spec in zip(self._units, specs, strict=True):
             origin.fill_unit(model, spec, device)
             for flat in unit.flats:
-                # The resting shard is what others read: in R1 or, where parameters rest unsharded, in R4.
+                # Other ranks read the local shard in place: in R1, or in R4 if parameters are unsharded between steps.
                 rests = flat.rests
                 group, purpose = (
                     (rests.parameters.group, "gather") if rests.parameters.cut else (rests.restored, "restore")
@@ -112,7 +112,7 @@ class FullParameters:
         self.share(model.buffers())
 
     def _first_values(self, origin: InitialValues, flat: FlatParameter) -> None:
-        """Read stored slots where they rest, in pieces; take rank 0's values for the others."""
+        """Fill a flat: read this rank's part of stored slots in pieces; broadcast the remaining slots from rank 0."""
         values = [parameter.detach() for parameter in flat.parameters]
         if not any(origin.has(slot.name) for slot in flat.layout.slots):
             self._fill(flat, values)
@@ -125,7 +125,7 @@ class FullParameters:
                     flat.put(start, stored)
 
     def _fill(self, flat: FlatParameter, values: Sequence[Tensor]) -> None:
-        """Take whole tensors, one per slot, as the first rank has them. Collective."""
+        """Fill a flat from full tensors, one per slot, with the first rank's values. Collective."""
         if not any(flat.portions):
             flat.fill(values, partial(_broadcast_from_first, flat))
             return
@@ -151,8 +151,9 @@ class FullParameters:
                 flat.put(begin + first, portion.out_of(block, exact))
 
     def load(self, values: Mapping[int, Tensor]) -> None:
-        """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count, and what is not
-        there stays. Collective: the keys are of the same parameters on every rank.
+        """Replace parameters by rank 0's unsharded tensors, keyed by ``id(parameter)``. Others keep their values.
+
+        Collective: every rank passes keys of the same parameters.
         """
         self.settle()
         self._lag.drop()
@@ -168,7 +169,7 @@ class FullParameters:
                     self._fill_slot(flat, i, value)
 
     def share(self, buffers: Iterable[Tensor]) -> None:
-        """Set buffers, of any dtype, to what they are on rank 0. Collective."""
+        """Broadcast buffers, of any dtype, from rank 0. Collective."""
         for buffer in buffers:
             raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
             self._mesh.communicator(STAGE, "control").broadcast(raw, root=0, tag="buffers").wait()
@@ -178,14 +179,15 @@ class FullParameters:
 
     @contextlib.contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
-        """Unshard the parameters of ``unit`` inside, readable on every rank: as they rest, unless it computes with
-        others just now. Collective.
+        """Unshard the parameters of ``unit`` within the block, readable on every rank. Collective.
+
+        The values are exact, unless the unit is computing with quantized ones.
         """
         self._restorer.finish(unit)
         kept = unit.parameter_state is ParameterState.WHOLE
         if unit.rounded and not kept:
             self._gatherer.release(unit)
-        self._gatherer.finish(unit, "unshard")  # so that it does not meet a gather of a forward
+        self._gatherer.finish(unit, "unshard")  # another purpose than a forward's gather, so it never pairs with one
         try:
             yield
         finally:
@@ -195,13 +197,13 @@ class FullParameters:
     @contextlib.contextmanager
     @collective_call("gathered")
     def gathered(self, write: bool) -> Iterator[None]:
-        """Unshard all units inside, on every rank; what is written there lasts. Collective.
+        """Unshard all units within the block, on every rank, and keep the writes made there. Collective.
 
         Args:
-            write: take over whatever is changed, also what torch does not see written.
+            write: detect changes by value, so that writes invisible to torch are kept also.
 
         Raises:
-            StateError: on every rank: they wrote different values.
+            StateError: on every rank: ranks wrote different values.
         """
         with contextlib.ExitStack() as stack:
             for unit in self._units:
@@ -218,7 +220,7 @@ class FullParameters:
             self.compare_written()
 
     def open(self, unit: Unit, name: str) -> None:
-        """Let a guarded parameter be read where it rests unsharded; raise why not where it is sharded."""
+        """Open a guarded parameter to reads if it is unsharded between steps; raise a StateError if it is sharded."""
         self._restorer.check_here()
         if not unit.guarded:
             self._restorer.finish(unit)
@@ -235,7 +237,7 @@ class FullParameters:
         )
 
     def gather_states(self, flat: FlatParameter, own: Tensor | None) -> Tensor:
-        """Return [n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank without)."""
+        """Return [n] float32: the all-gathered states shards of ``flat`` (zeros for ranks without ``own``)."""
         whole = torch.zeros(flat.layout.numel, device=self._world.device)
         shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own.to(whole.device)
         if not flat.rests.states.cut:
@@ -245,25 +247,25 @@ class FullParameters:
         return whole
 
     def whole_slot(self, flat: FlatParameter, i: int, values: Tensor) -> Tensor:
-        """Return the tensor that slot ``i`` is, or is a part of, among the unsharded ``values`` of its flat.
+        """Return the full tensor of slot ``i`` from the unsharded ``values`` of its flat.
 
-        Collective where it is cut.
+        Collective if the slot is a tensor-parallel part of a tensor.
         """
         slot, portion = flat.layout.slots[i], flat.portions[i]
         mine = values[slot.begin : slot.end].view(slot.shape)
         return mine if portion is None else gather_full_tensor(portion, self._mesh, mine)
 
     def check_here(self) -> None:
-        """Raise a StateError where the model's training state is absent."""
+        """Raise a StateError if the model's training state is absent or incomplete."""
         self._restorer.check_here()
 
-    # -- as they lie -----------------------------------------------------------------------------------------------
+    # -- in shards -------------------------------------------------------------------------------------------------
 
     def bring_home(self, thoroughly: bool = False) -> None:
-        """Wait for what is under way and release what the plan does not keep unsharded. Collective.
+        """Wait for updates and R4, and reshard every unit as the plan requires between steps. Collective.
 
         Args:
-            thoroughly: also see that every parameter still lies in its flat.
+            thoroughly: also check that every parameter is still a view of its flat.
         """
         for unit in self._units:
             self._restorer.finish(unit)
@@ -272,13 +274,13 @@ class FullParameters:
                 unit.check_views(thoroughly=True)
 
     def settle(self) -> None:
-        """Bring all home, so that masters and resting parameters may be read and written. Collective."""
+        """Reshard all units and wait for updates, so that masters and local shards may be accessed. Collective."""
         self.bring_home()
         self._lag.quiet()
         self.look_at_whole()
 
     def look_at_whole(self) -> None:
-        """Look at what was written into units that stay unsharded; others were looked at when released."""
+        """Find writes into units that stay unsharded. Sharded units are checked when they are released."""
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._units:
                 if not unit.guarded:
@@ -286,15 +288,15 @@ class FullParameters:
 
     @property
     def written(self) -> bool:
-        """Return whether this rank's program has written into parameters since the ranks compared."""
+        """Return whether this rank's program has written into parameters since the last comparison."""
         return bool(self._writes)
 
     def compare_written(self) -> None:
-        """Have all ranks compare what any of them wrote; see :meth:`UserWrites.compare`. Collective."""
+        """Compare the writes of all ranks; see :meth:`UserWrites.compare`. Collective."""
         self._writes.compare(self.whole)
 
     def refresh_masters(self) -> None:
-        """Update masters from parameters that somebody wrote unsharded (``load_state_dict``)."""
+        """Update masters from parameters that were written unsharded (``load_state_dict``)."""
         self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
@@ -302,20 +304,19 @@ class FullParameters:
                 flat.refresh_master()
 
     def restore_parameters(self) -> None:
-        """Run R4 at once: masters were written, and every rank's resting parameters follow. Collective."""
+        """Run R4 at once after masters were written, so that parameters follow on every rank. Collective."""
         counted = self._mesh.restored.copy()
         for unit in self._units:
             self._restorer.start(unit)
             self._restorer.finish(unit)
-        self._mesh.restored.clear()  # these are no step's
+        self._mesh.restored.clear()  # keep this traffic out of a step's count
         self._mesh.restored.update(counted)
 
 
 def _iter_stored_values(origin: InitialValues, flat: FlatParameter, i: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield what is stored of slot ``i`` and rests here, in pieces: the element of the flat that a piece begins with,
-    and its values.
+    """Yield this rank's part of the stored values of slot ``i`` in pieces, as (first element in the flat, values).
 
-    Of a part that is no range of what is stored, but some of each row, rows are read whole.
+    If the part is a column range, complete rows are read.
     """
     slot, portion, rests = flat.layout.slots[i], flat.portions[i], flat.rests.parameters
     if portion is None:
@@ -334,5 +335,5 @@ def _iter_stored_values(origin: InitialValues, flat: FlatParameter, i: int) -> I
 
 
 def _broadcast_from_first(flat: FlatParameter, whole: Tensor) -> None:
-    """Make unsharded values of ``flat`` what they are on the first rank that has the same elements. Collective."""
+    """Broadcast unsharded values of ``flat`` from the first of the ranks that hold the same elements. Collective."""
     flat.rests.alike.communicator("control").broadcast(whole, root=0, tag="weights").wait()

@@ -1,8 +1,7 @@
-"""Parts of a model that run forward and backward by themselves, in any order: the stages that one rank of a pipeline
-has. A model that is not divided is one part.
+"""Parts of a model that run forward and backward separately, in any order: the pipeline stages of one rank.
 
-What a pass begins, brings and ends is its part's. So is the number of its backward passes in a step, by which the last
-one is foreseen: there R3 of the part's gradients runs beside backward, while other parts have passes to come.
+An undivided model is one part. Each part has its passes, and a count of its backward passes in a step. The count
+predicts the last one: R3 of the part's gradients overlaps with it, while other parts still have passes to run.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from npuzero.errors import ConfigError
 from npuzero.shard.parameters.prefetch import ExecutionTrace
 from npuzero.shard.state.unit import Unit
 
-#: What names the units of a part: modules, which have them inside, or qualified names of such.
+#: The units of a part, given by modules that contain them, or by qualified names of such modules.
 Group = Iterable["nn.Module | str"]
 
 
 class ModelPart:
-    """Hold what the passes of one part of a model have in common.
+    """Hold the state shared by the passes of one part of a model.
 
     Attributes:
-        units: the root first, whose module is called for every part, then the part's own.
-        trace: of its passes.
-        count: its backward passes in this step so far.
-        expected: as many as the last step had.
+        units: the root first, since its module is called for every part; then the units of this part.
+        trace: execution order of its passes.
+        count: backward passes of the part in this step so far.
+        expected: backward passes of the part in the last step.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -51,11 +50,11 @@ def reduction_order(units: Sequence[Unit]) -> list[Unit]:
 def find_part_indices(
     units: Sequence[tuple[str, nn.Module | None]], groups: Sequence[Group]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return for each group the indices of its units, the root's among them.
+    """Return the indices of the units of each group, including the root.
 
     Args:
-        units: name and module of each, the root first.
-        groups: by modules or names; one stands for all units inside of it, of which there may be none.
+        units: (name, module) pairs, the root first.
+        groups: modules or names; each selects all units inside it, possibly none.
 
     Raises:
         ConfigError: a unit is in no group.

@@ -1,12 +1,12 @@
-"""Writes of programs into parameters beside the optimizer: carried to where they last, the same on all ranks.
+"""Carry a program's in-place writes into unsharded parameters to shards and masters, and check that ranks agree.
 
-A forward that clamps its weight, ``nn.init``, averaged weights copied back: under a plan each rank holds a shard, and
-maybe a master of it, so what was written into the unsharded parameters has to be carried there. torch counts the writes
-into each tensor; the counts are looked at when a unit is released, and when a step begins.
+Examples: a forward that clamps its weight, ``nn.init``, averaged weights copied back. Each rank holds a shard and maybe
+masters, so a write into unsharded parameters must be copied there. torch counts the writes into each tensor; the engine
+checks the counts when a unit is released and when a step begins.
 
-Every rank carries what it wrote itself, and no collective is needed for that. But a shard's owner knows nothing of what
-the others wrote: only where all ranks write the same is the outcome what one process would have. So a rank keeps a
-digest of what it wrote, and the vote that begins a step (:meth:`Boundary.finish`) has the ranks compare.
+Each rank copies its writes without a collective, into its shard only. Only if all ranks write the same values is the
+result the same as in one process. So a rank keeps a digest of its writes, and the vote that begins a step
+(:meth:`StepBoundary.finish`) makes the ranks compare them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npuzero.shard.offload.delayed_update import DelayedUpdate
 from npuzero.shard.state.flat_parameter import FlatParameter
 from npuzero.shard.state.unit import Unit
 
-#: Elements whose digest is taken at once: they are widened to 8 bytes for it.
+#: Elements per digest step, since each is widened to 8 bytes.
 _PIECE = 2**20
 
 #: Digests of values, by parameter name.
@@ -32,26 +32,26 @@ Digests = dict[str, list[int]]
 
 
 class UserWrites:
-    """Carry what was written into the units of a model, and keep it until the ranks have compared it."""
+    """Copy writes into a model's units to their shards, and keep digests until the ranks have compared them."""
 
     def __init__(self, units: Sequence[Unit], world: World, lag: DelayedUpdate) -> None:
         self._units = units
         self._world = world
         self._lag = lag
-        self._written: dict[int, Digests] = {}  # by unit; as this rank wrote it
+        self._written: dict[int, Digests] = {}  # digests of this rank's writes, by unit
 
     def __bool__(self) -> bool:
         return bool(self._written)
 
     def look(self, unit: Unit) -> None:
-        """Carry what torch has seen written into ``unit``, whose parameters are unsharded."""
+        """Copy the writes that torch counted in ``unit``, which is unsharded, to its shards."""
         for flat in unit.flats:
             slots = flat.written()
             if slots:
                 self._take(unit, flat, slots)
 
     def look_closely(self, unit: Unit, before: Mapping[str, list[int]]) -> None:
-        """Carry whatever has changed in ``unit`` since it had the digests ``before``, whoever changed it."""
+        """Copy all changes in ``unit`` since the digests ``before`` to its shards, also those torch did not count."""
         for flat in unit.flats:
             flat.written()
             slots = [i for i in flat.slots if before[_slot_label(flat, i)] != _slot_digest(flat, i)]
@@ -67,13 +67,13 @@ class UserWrites:
             self._written.setdefault(unit.index, {}).update(_slot_digests(flat, slots))
 
     def compare(self, whole: Callable[[Unit], AbstractContextManager[None]]) -> None:
-        """Have all ranks compare what any of them wrote. Collective.
+        """Compare the writes of all ranks. Collective.
 
         Args:
             whole: unshards the parameters of a unit in a ``with`` block; collective.
 
         Raises:
-            StateError: on every rank: they wrote different values.
+            StateError: on every rank: ranks wrote different values.
         """
         said: list[list[int]] = self._world.exchange(list(self._written))
         mine, self._written = self._written, {}
@@ -82,8 +82,8 @@ class UserWrites:
             with whole(unit):
                 now = unit_digests(unit)
             written = mine.get(index, {})
-            # A rank that wrote says what; one that did not says what there is. Where parameters are sharded there may
-            # be both: the rank's own writes, and the shards of others.
+            # A rank that wrote sends the digest of its writes, another rank that of the current values. For sharded
+            # parameters it sends both: its writes, and the current values gathered from the other ranks' shards.
             claims = [written, now] if unit.guarded else [{**now, **written}]
             _check_same_writes(
                 unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs]
@@ -91,7 +91,7 @@ class UserWrites:
 
 
 def _check_rounded(unit: Unit, flat: FlatParameter, slots: Sequence[int]) -> None:
-    """Raise where what a program wrote stands among values that were rounded on their way: those must never rest."""
+    """Raise a StateError for a write into quantized parameters: quantized values must never reach the shards."""
     if unit.rounded:
         names = ", ".join(flat.layout.slots[i].name for i in slots)
         raise StateError(
@@ -120,7 +120,7 @@ def _check_same_writes(unit: Unit, claims: list[list[Digests]], writers: list[in
 
 
 def unit_digests(unit: Unit) -> Digests:
-    """Return the digests of all parameters of a unit that is unsharded."""
+    """Return the digests of all parameters of an unsharded unit."""
     return {name: digest for flat in unit.flats for name, digest in _slot_digests(flat, flat.slots).items()}
 
 
@@ -129,7 +129,7 @@ def _slot_digests(flat: FlatParameter, slots: Sequence[int]) -> Digests:
 
 
 def _slot_label(flat: FlatParameter, i: int) -> str:
-    """Return the name of slot ``i``, and which part of it this rank has: of another part a rank says nothing."""
+    """Return the name of slot ``i`` with this rank's part of it, so that only equal parts are compared."""
     name, parts = flat.layout.slots[i].name, flat.rests.divided
     return f"{name} (part {parts.index} along {', '.join(parts.axes)})" if parts.many else name
 
@@ -141,7 +141,7 @@ def _slot_digest(flat: FlatParameter, i: int) -> list[int]:
 
 
 def digest_integers(bits: Tensor) -> Tensor:
-    """Return two sums, [2] int64, over integers [n], which tell where they stand, too; computed where they lie."""
+    """Return a digest, [2] int64, of integers [n]: two sums, one depends on positions. Computed on their device."""
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for begin in range(0, bits.numel(), _PIECE):
         piece = bits[begin : begin + _PIECE].long()
@@ -151,5 +151,5 @@ def digest_integers(bits: Tensor) -> Tensor:
 
 
 def _mix_bits(values: Tensor) -> Tensor:
-    """Return integers whose sums do not stay the same where values trade places or cancel each other."""
+    """Return integers with a sum that changes if values swap places or cancel each other."""
     return values * values * 0x9E3779B1 + values
