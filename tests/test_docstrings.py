@@ -39,7 +39,7 @@ VERBS = frozenset(
         Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Step Stop Store Sum Summarize Swap
         Take Tell Time Trace Train Translate Treat Try Turn Undo Unpack Unscale Unshard Update Use Validate Verify
         View Visit Wait Walk Warn Watch Wrap Write Yield Zero
-        All-gather All-reduce Hook Reduce-scatter Reshard Slice Subtract
+        All-gather All-reduce Broadcast Hook Patch Prefetch Reduce-scatter Reshard Slice Subtract
     """,
     )
 )
