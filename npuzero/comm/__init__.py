@@ -1,4 +1,11 @@
-"""Communication: worlds of ranks, meshes over them, and communicators within them.
+"""Run collectives: worlds of ranks, device meshes over them, and communicators of process groups.
+
+In: the launcher's environment, and flat tensors. Out: asynchronous all-gather, reduce-scatter, all-reduce, all-to-all,
+broadcast and sends, with the same bits on every rank.
+
+Read first: ``world.py`` (ranks and their communicators), ``communicator.py`` (the interface of collectives),
+``mesh.py`` (axes and groups). ``backends`` implements collectives, ``rendezvous`` connects ranks, and ``watchdog``
+detects hangs.
 
 Importing registers the torch.distributed backend ``"shm"``, which is an entry in a table.
 """

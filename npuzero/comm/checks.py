@@ -1,4 +1,4 @@
-"""The checks of every collective's tensors before anything is sent. Each raises a ContractError."""
+"""Check the tensors of every collective before anything is sent. Each check raises a ContractError."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from npuzero.errors import ContractError
 from npuzero.ops.storage.lazy import is_lazy
 
-#: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
+#: Dtypes of reduce-scatter. all_reduce also takes INTEGERS and float64.
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
 SUMS = (*WIRES, torch.float64, *INTEGERS)
 
 
 def check_flat(verb: str, name: str, tensor: object, device: torch.device) -> None:
-    """Check that ``tensor`` is dense, 1-D, contiguous, on ``device``, and that its memory is there."""
+    """Check that ``tensor`` is dense, 1-D, contiguous, on ``device``, and that its memory is allocated."""
     if not isinstance(tensor, torch.Tensor):
         _raise_contract_error(f"{verb}: {name}", "a tensor", type(tensor).__name__, "Hand over the flat buffer itself.")
     if tensor.device != device:
@@ -33,7 +33,7 @@ def check_flat(verb: str, name: str, tensor: object, device: torch.device) -> No
         _raise_contract_error(
             f"{verb}: {name}", "memory that holds the values", got, "Call resolve_conj() and resolve_neg() first."
         )
-    # A transient that is released keeps its shape: only the storage tells.
+    # A released buffer keeps its shape: only the storage shows it.
     needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
     if tensor.untyped_storage().nbytes() < needed and tensor.nbytes:
         got = f"{tensor.untyped_storage().nbytes()} bytes: it was released"
@@ -51,7 +51,7 @@ def check_shard_sizes(verb: str, whole: torch.Tensor, shard: torch.Tensor, size:
 
 
 def check_dtype(subject: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
-    """Check that the dtype is one of those ``allowed``."""
+    """Check that the dtype is one of ``allowed``."""
     if tensor.dtype not in allowed:
         names = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
         _raise_contract_error(
@@ -70,7 +70,7 @@ def check_equal_dtypes(verb: str, **tensors: torch.Tensor) -> None:
 
 
 def check_peer(subject: str, peer: object, rank: int, size: int) -> None:
-    """Check that ``peer`` is the index of another rank in a group of ``size``, in which this one is ``rank``."""
+    """Check that ``peer`` is the index of another rank in a group of ``size`` ranks; this rank's index is ``rank``."""
     if size == 1:
         _raise_contract_error(
             subject, "a group of several ranks", "a rank alone: there is nobody else", "Ask for communicator.size."

@@ -1,16 +1,16 @@
-"""The interface of collectives and sends, and the checks that every implementation shares.
+"""Define the interface of collectives and sends, and the checks that every implementation shares.
 
-A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return a :class:`AsyncHandle` at
-once and run in the order of the calls; the caller keeps the tensors alive and untouched until ``wait()``. All ranks of
+A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return an :class:`AsyncHandle` at
+once and run in the order of the calls; the caller keeps the tensors alive and unchanged until ``wait()``. All ranks of
 the group call the same collectives in the same order with the same sizes, dtypes and tags.
 
-A send is between two ranks, and no other takes part: what one rank sends and the other receives runs in the order of
-their calls, with the same sizes, dtypes and tags on both sides, beside whatever else is under way.
+A send involves two ranks. Sends and receives of a pair run in the order of their calls, with the same sizes, dtypes and
+tags on both sides, concurrently with all other operations.
 
 Invariants:
-    * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator as it was;
-    * sums run in ascending order of the global ranks, whatever the group's order; bf16 and f16 are added in f32 and
-      rounded once (nccl and hccl sum as they do: see process_group.py);
+    * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator unchanged;
+    * sums run in ascending order of the global ranks, for any order of the group; bf16 and f16 are added in f32 and
+    rounded once (nccl and hccl use their order and precision: see process_group.py);
     * after a :class:`CollectiveError` the communicator is broken, and every further call raises the same error.
 """
 
@@ -37,15 +37,16 @@ from npuzero.errors import ContractError
 
 
 class Communicator(GroupRank):
-    """Run collectives over an ordered group of ranks, and sends between two of them, for one rank of it."""
+    """Run collectives over an ordered group of ranks, and sends between two of them, for one rank of the group."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of ``numel`` zeros, in memory that the other ranks can read in place where possible.
+        """Return a 1-D tensor of ``numel`` zeros, in shared memory that remaining ranks can read in place, if possible.
 
-        The input of a collective (the shard of all_gather, the whole of reduce_scatter, the input of all_to_all, the
-        buffer of all_reduce, broadcast and send) is then not copied on its way: over shared memory the other ranks read
-        it, or a view of it, in its place. Results need no such buffer. Ranks need not agree on which of them use one.
-        The memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary tensor.
+        Inputs in such a buffer (the shard of all_gather, the unsharded input of reduce_scatter, the input of
+        all_to_all, the buffer of all_reduce, broadcast and send) are then not copied: over shared memory the remaining
+        ranks read the buffer, or a view of it, in place. Results need no such buffer. Ranks need not agree on using
+        one. Its memory is freed with the last view; it cannot be resized. Without shared memory it is an ordinary
+        tensor.
 
         Raises:
             OutOfSpace: no memory is left.
@@ -54,9 +55,9 @@ class Communicator(GroupRank):
 
     @final
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, *, tag: str = "") -> AsyncHandle:
-        """Gather the shards[n] of all ranks into whole[size * n], in group order; any dtype.
+        """Run an all-gather of the shards[n] of all ranks into whole[size * n], in group order; any dtype.
 
-        ``shard`` may be this rank's own part of ``whole``.
+        ``shard`` may be this rank's part of ``whole``.
         """
         check_flat("all_gather", "whole", whole, self.device)
         check_flat("all_gather", "shard", shard, self.device)
@@ -69,11 +70,11 @@ class Communicator(GroupRank):
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, *, accumulate: bool = False, tag: str = ""
     ) -> AsyncHandle:
-        """Set shard[n] to the sum over all ranks of this rank's part of whole[size * n]; f32, bf16 or f16.
+        """Run a reduce-scatter: set shard[n] to the sum of this rank's part of whole[size * n] over all ranks.
 
-        ``shard`` has the dtype of ``whole``, or float32. ``accumulate``: the sum is added to ``shard`` (the sum first,
-        then the addition, then one rounding). ``shard`` may be this rank's own part of ``whole``, then without
-        ``accumulate``. The rest of ``whole`` keeps its values.
+        ``whole`` is f32, bf16 or f16; ``shard`` has the same dtype, or float32. With ``accumulate`` the sum is added to
+        ``shard`` (the sum first, then the addition, then one rounding). Without it ``shard`` may be this rank's part of
+        ``whole``. The rest of ``whole`` keeps its values.
         """
         check_flat("reduce_scatter", "shard", shard, self.device)
         check_flat("reduce_scatter", "whole", whole, self.device)
@@ -85,14 +86,14 @@ class Communicator(GroupRank):
 
     @final
     def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> AsyncHandle:
-        """Sum all ranks' buffers[n] in place, to the same bits on every rank. Integers wrap around."""
+        """Run an all-reduce: sum buffer[n] over all ranks in place, to the same bits on each. Integers wrap around."""
         check_flat("all_reduce", "buffer", buffer, self.device)
         check_dtype("all_reduce: buffer", buffer, SUMS)
         return self._all_reduce(buffer, tag)
 
     @final
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> AsyncHandle:
-        """Send part j of inp[size * n] to rank j; part i of out[size * n] comes from rank i; any dtype."""
+        """Send part j of inp[size * n] to rank j, and receive part i of out[size * n] from rank i; any dtype."""
         check_flat("all_to_all", "out", out, self.device)
         check_flat("all_to_all", "inp", inp, self.device)
         check_equal_dtypes("all_to_all", out=out, inp=inp)
@@ -108,8 +109,8 @@ class Communicator(GroupRank):
 
     @final
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the shards[n] of all ranks in a new tensor[size * n], as :meth:`all_gather` does, once it is done."""
-        # What is made here need not be checked: this and its like take half of the host's time.
+        """Return the shards[n] of all ranks in a new tensor[size * n]; waits for the :meth:`all_gather`."""
+        # The new tensor is valid without checks. Checks take half of the host's time of such a call.
         check_flat("all_gather", "shard", shard, self.device)
         whole = shard.new_empty(self.size * shard.numel())
         self._all_gather(whole, shard, "").wait()
@@ -117,7 +118,7 @@ class Communicator(GroupRank):
 
     @final
     def scattered(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the sum of this rank's part of whole[size * n] in a new tensor[n] of its dtype, once it is there."""
+        """Return the sum of this rank's part of whole[size * n] in a new tensor[n]: a :meth:`reduce_scatter`, done."""
         check_flat("reduce_scatter", "whole", whole, self.device)
         check_dtype("reduce_scatter: whole", whole, WIRES)
         shard = whole.new_empty(whole.numel() // self.size)
@@ -140,21 +141,21 @@ class Communicator(GroupRank):
 
     @final
     def send(self, buffer: torch.Tensor, to: int, tag: str = "") -> AsyncHandle:
-        """Send buffer[n] to the rank with index ``to`` in the group, which calls :meth:`recv` for it; any dtype.
+        """Send buffer[n] to the rank with index ``to`` in the group, which must call :meth:`recv`; any dtype.
 
-        It begins once the receiver has come to that recv, without any thread that waits, and ``wait()`` returns once
-        the receiver has all of it. Any number may be under way; they run in the order of the calls.
+        The transfer begins once the receiver has reached that recv, without a waiting thread, and ``wait()`` returns
+        once the receiver has all of it. Any number of sends may be in progress; they run in the order of the calls.
 
-        Each direction between two ranks is a queue of its own, beside the collectives: neighbours that both send first
-        and receive later do not wait for each other. Over nccl and hccl both directions are one queue, on which they
-        would. So what shall run everywhere takes a communicator for each direction::
+        Each direction between two ranks is a separate queue, independent of the collectives: neighbours that both send
+        first and receive later do not deadlock. Over nccl and hccl both directions share one queue, and they would. For
+        all backends use one communicator per direction::
 
             ahead, back = (world.communicator((0, 1), f"stage {way}") for way in ("ahead", "back"))
 
         Raises:
-            ContractError: ``to`` is no other rank of the group.
-            CollectiveError: as for collectives. A recv of another size, dtype or tag is one on both ranks (nccl and
-                hccl compare nothing), and so is one that never comes, after the timeout at the latest.
+            ContractError: ``to`` is not another rank of the group.
+            CollectiveError: as for collectives. A recv of another size, dtype or tag is an error on both ranks (nccl
+                and hccl do not compare them), and a missing recv is one after the timeout at the latest.
         """
         check_flat("send", "buffer", buffer, self.device)
         check_peer("send: to", to, self.rank, self.size)
@@ -165,7 +166,7 @@ class Communicator(GroupRank):
         """Receive buffer[n] from the rank with index ``from_`` in the group, see :meth:`send`; any dtype.
 
         Raises:
-            ContractError: ``from_`` is no other rank of the group.
+            ContractError: ``from_`` is not another rank of the group.
             CollectiveError: as for :meth:`send`.
         """
         check_flat("recv", "buffer", buffer, self.device)
@@ -174,7 +175,7 @@ class Communicator(GroupRank):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has called it; operations that were under way are done then."""
+        """Wait until every rank has called it; operations started before are done then."""
 
     @abstractmethod
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> AsyncHandle: ...

@@ -1,4 +1,4 @@
-"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic, and reports each start."""
+"""Count the bytes that a rank sends, by the plan's arithmetic, and report each start of a collective."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from npuzero.plan import Sent, axis_bytes
 
 
 class CountingCommunicator(Communicator):
-    """Wrap ``communicator``; each collective adds the bytes it sends to ``counter``, by axis and by its name.
+    """Wrap ``communicator``; each collective adds the bytes it sends to ``counter``, by axis and name.
 
-    A collective is counted as it is issued, on the caller's thread, before it is passed on: a report that follows the
-    call has it, whatever happens later, on a lane or in several collectives. So this is the outermost wrapper: the
-    parts of a composed communicator are not counted beside it.
+    A collective is counted when it is issued, on the caller's thread, before it is passed on: a report after the call
+    includes it, even if it runs later on a lane, or as several collectives. This must be the outermost wrapper: the
+    parts of a composed communicator are not counted again.
 
     Args:
-        sizes: of the axes that the group is of, as :meth:`MeshShape.sizes` gives them; what goes along each of them is
-            arithmetic (plan.axis_bytes), however the communicator does it.
+        sizes: of the group's axes, as :meth:`MeshShape.sizes` returns them; the bytes along each axis follow from
+            plan.axis_bytes, independent of the implementation.
     """
 
     def __init__(self, communicator: Communicator, counter: Sent, sizes: Mapping[str, int]) -> None:
@@ -74,7 +74,5 @@ class CountingCommunicator(Communicator):
         nbytes = whole.nbytes
         for axis, sent in axis_bytes(verb, nbytes, self.sizes).items():
             self.counter[axis, verb] += sent
-        if (
-            observe.enabled()
-        ):  # the order of starts is the caller's; when a collective ran is for its communicator to say
+        if observe.enabled():  # starts are in the caller's order; the communicator reports the run times
             observe.instant("start", tag or verb, verb=verb, channel=self.name, ranks=self.ranks, nbytes=nbytes)

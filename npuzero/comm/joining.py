@@ -1,8 +1,7 @@
-"""Joining: how a process joins its world, and which world a thread is in.
+"""Join a process to its world, and find the world of a thread.
 
-``current_world()`` is the world the calling thread is in: that of ``run_threads`` inside it; else the one made by
-``process_world``; else one on torch.distributed, if that is initialized, or of the ranks the launcher tells of; else a
-world of one rank.
+``current_world()`` is the first of these: the world of ``run_threads`` inside it; the world that ``process_world``
+made; a world on torch.distributed, if that is initialized, or of the launcher's ranks; a world of one rank.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ def process_world(
 ) -> World:
     """Join the world that torchrun started this process in, return it, and make it ``current_world()``.
 
-    A second call gives the same world, as long as that is not closed.
+    A second call gives the same world until it is closed.
 
     Args:
         device: this rank's device; None: an npu or a GPU of this host by LOCAL_RANK if there are any, else the CPU.
         timeout_s: seconds before a waiting collective gives up; None: NPUZERO_TIMEOUT_S, or 600.
         backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that
             alone; "shm": shared memory alone.
-        buffer_mb: hccl's buffer per group, but for those of small messages; each group takes two.
+        buffer_mb: hccl's buffer per group, except groups for small messages; each group takes two.
 
     Raises:
-        ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device,
-            there are more ranks than devices, or this process is in a world with other wishes.
+        ConfigError: the launcher's variables are incomplete, the backend is missing or does not serve the device, there
+            are more ranks than devices, or this process is in a world with other options.
         CollectiveError: the ranks did not find each other.
         StateError: this process is a forked child of a rank.
     """
-    default_s = config.read_environment().timeout_s  # read in any case: a misspelt variable is an error
+    default_s = config.read_environment().timeout_s  # always read: a misspelt variable is an error
     launch = _read_launch()
     here = _choose_device(device, launch.local_rank)
     _check_backend(backend, here)
@@ -81,7 +80,7 @@ def process_world(
 
 
 def current_world() -> World:
-    """Return the world the calling thread is in; see the head of this module."""
+    """Return the world of the calling thread; see the head of this module."""
     inside: World | None = getattr(_thread, "world", None)
     if inside is not None:
         return inside
@@ -92,7 +91,7 @@ def current_world() -> World:
         _set_process_world(
             _make_torch_world(_choose_device(None, _read_launch().local_rank), None, TIMEOUT_S, None), {}
         )
-    elif config.read_launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
+    elif config.read_launch().world_size > 1:  # ranks that did not join must not train separately in silence
         process_world()
     else:
         here = device.choose(0)
@@ -116,8 +115,8 @@ _thread = threading.local()
 _process_world: World | None = None
 
 
-_group: Any = None  # torch.distributed's default group as the world was made
-_wishes: dict[str, Any] = {}  # with which it was asked for
+_group: Any = None  # torch.distributed's default group when the world was made
+_wishes: dict[str, Any] = {}  # options of the call that made it
 
 
 def _set_process_world(world: World, wishes: dict[str, Any]) -> None:
@@ -129,18 +128,18 @@ def _set_process_world(world: World, wishes: dict[str, Any]) -> None:
 
 
 def _get_joined_world() -> World | None:
-    """Return this process's world, unless it is closed, or torch.distributed has been started anew since."""
+    """Return this process's world; None if it is closed, or torch.distributed was started again since."""
     world = _process_world
     if world is None or world.closed:
         return None
     group = _default_group()
-    # A world of one uses no group, so torch.distributed may begin beside it; any other is stale beside a new group.
+    # A world of one rank uses no group, so torch.distributed may start after it. A larger world is stale after that.
     alone = world.size == 1 and (group is None or dist.get_world_size() == 1)
     return world if alone or group is None or group is _group else None
 
 
 def _read_launch() -> config.Launch:
-    """Read what the launcher tells, to this process or to torch.distributed."""
+    """Read the ranks that the launcher gave, to this process or to torch.distributed."""
     group = (dist.get_rank(), dist.get_world_size()) if _default_group() is not None else None
     return config.read_launch(group=group)
 
@@ -150,7 +149,7 @@ def _default_group() -> Any:
 
 
 def _check_requested_options(world: World, wishes: dict[str, Any]) -> None:
-    """Raise a ConfigError where something is asked for that the world has not."""
+    """Raise a ConfigError if the world has other options than requested."""
     has = {**_wishes, "device": world.device, "timeout_s": world.timeout_s}
     for name, wish in wishes.items():
         if wish is not None and wish != has.get(name):
@@ -191,8 +190,10 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
 
 
 def _warn_if_alone(here: torch.device, named: bool) -> None:
-    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that; and that
-    tasks of srun or mpirun, which do not set torchrun's variables, each train alone.
+    """Warn if one rank leaves devices idle, or if it is one of several tasks of srun or mpirun.
+
+    No warning if a launcher set torchrun's variables, or, of idle devices, if the device was given with its index.
+    Tasks without these variables each train alone.
     """
     if config.has_launcher():
         return
@@ -210,7 +211,7 @@ def _warn_if_alone(here: torch.device, named: bool) -> None:
             f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r})."
         )
     if text:
-        warnings.warn(text, RuntimeWarning, stacklevel=5)  # whoever called init() or zero(), past their keywords' check
+        warnings.warn(text, RuntimeWarning, stacklevel=5)  # the caller of init() or zero(), past the keyword check
 
 
 def _check_backend(backend: str | None, here: torch.device) -> None:
@@ -266,7 +267,7 @@ _at_exit: list[Callable[[], None]] = []
 @atexit.register
 def _end_process_world() -> None:
     if _process_world is not None and not _process_world.inherited:
-        orderly = getattr(sys, "last_value", None) is None  # not after an exception that nobody caught
+        orderly = getattr(sys, "last_value", None) is None  # not after an uncaught exception
         try:
             if orderly:
                 _process_world.drain()

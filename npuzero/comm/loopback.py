@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the same collectives over plain memory, for tests and for trying things out."""
+"""Run ranks as threads of one process: the same collectives over plain memory, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 class _ThreadRun:
-    """Hold what the threads of one run share."""
+    """Hold the state that the threads of one run share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class _ThreadRun:
         self.first_error: BaseException | None = None
 
     def region(self, ranks: tuple[int, ...], name: str) -> Any:
-        """Return the region of a group: a new one knows of ranks that aborted or left before it was made."""
+        """Return the region of a group; a new region gets the aborts and exits that came before it."""
         with self.changed:
             region = self.regions.get((ranks, name))
             if region is None:
@@ -57,7 +57,7 @@ class _ThreadRun:
             return region
 
     def fail(self, failure: CommunicatorFailure) -> None:
-        """Break every communicator there is and will be; only the first reason counts."""
+        """Break all present and future communicators; only the first failure counts."""
         with self.changed:
             self.failure = self.failure or failure
             for region in self.regions.values():
@@ -65,7 +65,7 @@ class _ThreadRun:
             self.changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Let nobody wait for ``rank`` any more, also where it never opened the communicator."""
+        """Mark ``rank`` as gone, so that no rank waits for it, even in a communicator that it never opened."""
         with self.changed:
             self.left.add(rank)
             for (ranks, _), region in self.regions.items():
@@ -75,7 +75,7 @@ class _ThreadRun:
 
 
 class _ThreadStatusStore:
-    """Store the board's slots in memory, for one rank of :func:`run_threads`."""
+    """Store the status board's slots in memory, for one rank of :func:`run_threads`."""
 
     def __init__(self, run: _ThreadRun, rank: int) -> None:
         self._run = run
@@ -94,7 +94,7 @@ class _ThreadStatusStore:
 
 
 class ThreadWorld(World):
-    """Represent the ranks of :func:`run_threads`, seen from one of them."""
+    """Represent the ranks of :func:`run_threads`, as seen from one of them."""
 
     def __init__(self, rank: int, run: _ThreadRun, timeout_s: float) -> None:
         slots = _ThreadStatusStore(run, rank)
@@ -108,7 +108,8 @@ class ThreadWorld(World):
         with run.changed:
             values = run.exchanges.setdefault((place, here.number), {})
             values[self.rank] = json.dumps(value)
-            # A rank in this exchange has left the one before, but others may still read what they met there.
+            # A rank in this exchange has left the previous one, but slower ranks may still read its values; two back is
+            # safe.
             run.exchanges.pop((place, here.number - 2), None)
             run.changed.notify_all()
         self._came[place] = here.number
@@ -119,7 +120,7 @@ class ThreadWorld(World):
         return [json.loads(values[rank]) for rank in here.ranks]
 
     def _await(self, values: dict[int, str], ranks: Sequence[int], watch: WaitWatcher) -> CommunicatorFailure | None:
-        """Wait for the values of all ``ranks``; return why they never will be there, if so."""
+        """Wait for the values of all ``ranks``; return a failure if some will never arrive."""
         run = self._run
         deadline_s = time.monotonic() + self.timeout_s
 
@@ -144,7 +145,7 @@ class ThreadWorld(World):
                         f"ranks {sorted(values)} alone{why}",
                         "See the error of the first rank that failed, or what the others do.",
                     )
-            watch.look()  # not while the lock is held: the board has one, too
+            watch.look()  # after releasing the condition: the board has a lock as well
 
     def fail(self, failure: CommunicatorFailure) -> None:
         self._run.fail(failure)
@@ -167,15 +168,16 @@ class ThreadWorld(World):
 def run_threads(
     size: int, fn: Callable[[World], _Result], *, timeout_s: float = 60.0, limit_s: float | None = None
 ) -> list[_Result]:
-    """Run ``fn(world)`` on ``size`` ranks, each a thread, and return what each returned, by rank.
+    """Run ``fn(world)`` on ``size`` ranks, each a thread, and return the results, by rank.
 
-    Inside, ``current_world()`` is the rank's world. The first exception ends the others' waiting and is raised here::
+    Inside, ``current_world()`` is the rank's world. The first exception ends the waits of all ranks and is raised
+    here::
 
         assert run_threads(2, lambda world: world.exchange(world.rank)) == [[0, 1], [0, 1]]
 
     Args:
-        timeout_s: seconds a collective may wait.
-        limit_s: seconds for all of it; None: ten times ``timeout_s``.
+        timeout_s: seconds that a collective may wait.
+        limit_s: seconds for the run; None: ten times ``timeout_s``.
 
     Raises:
         CollectiveError: the ranks did not end within ``limit_s``.
@@ -192,7 +194,7 @@ def run_threads(
                 results[world.rank] = fn(world)
                 world.drain()
         except BaseException as error:
-            with run.changed:  # only the first: the others' are how they heard of it
+            with run.changed:  # only the first: further errors are its consequences
                 run.first_error = run.first_error or error
             world.abort(f"{type(error).__name__}: {error}")
         finally:

@@ -1,4 +1,4 @@
-"""One rank's place in a group: what the group is called, where its ranks meet, and how it ends."""
+"""Define one rank of a group: name and place of the group, its waits, and its end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from npuzero.comm.watchdog.hang_detector import (
 
 
 class GroupRank(ABC):
-    """Be one rank of an ordered group.
+    """Represent one rank of an ordered group.
 
     Attributes:
         ranks: of the run, in the order of the group.
-        rank: this rank's index in it.
-        size: how many there are.
+        rank: this rank's index in the group.
+        size: number of ranks.
         name: of the channel: two communicators of the same ranks do not disturb each other.
-        device: where the tensors live.
-        place: its name on the board, the same on all ranks.
-        started: operations that this rank has started.
-        board: where this rank says that it waits, in a world.
+        device: of the tensors.
+        place: the group's name on the status board, the same on all ranks.
+        started: number of operations that this rank has started.
+        board: the world's status board, where this rank posts its waits.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, device: torch.device) -> None:
@@ -45,31 +45,31 @@ class GroupRank(ABC):
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
 
     def arrived(self) -> dict[str, int]:
-        """Return how often this rank has come to each place of the group."""
+        """Return the number of operations that this rank has started at each place of the group."""
         return {self.place: self.started}
 
     def meeting(self, number: int, verb: str, tag: str) -> Rendezvous:
-        """Return the operation ``number`` as a place where ranks meet."""
+        """Return operation ``number`` as a rendezvous of the ranks."""
         what = f"{verb} #{number}" + (f" tagged {tag!r}" if tag else "")
         return Rendezvous(self.place, number, self.ranks, f"{what} of {self.name!r}")
 
     def watch(self, number: int, verb: str, tag: str) -> WaitWatcher:
-        """Return the watch for a wait of the calling thread for the operation ``number``."""
+        """Return a watcher for the calling thread's wait for operation ``number``."""
         return WaitWatcher(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
 
     @final
     def abort(self, reason: str) -> None:
-        """Break the group, on every rank where the implementation can."""
+        """Break the group, on every rank if the implementation can."""
         self.fail(make_abort_failure(self.ranks[self.rank], reason))
 
     @abstractmethod
     def fail(self, failure: CommunicatorFailure) -> None:
-        """Break it likewise, for ``failure``; the first one stays."""
+        """Break the group with ``failure``; the first failure stays."""
 
     def drain(self) -> None:
-        """Wait until operations started here are done or have failed: other ranks may need this one's part."""
+        """Wait until operations started here are done or have failed: remaining ranks may need this rank's part."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Free resources; operations not waited for fail. Calling it again does nothing."""
+        """Free resources; operations that were not waited for fail. Idempotent."""

@@ -1,4 +1,4 @@
-"""The mesh: the ranks of a world along named axes, and the groups that follow from it."""
+"""Arrange the ranks of a world in a device mesh with named axes, and derive its groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from npuzero.plan import AXES, DATA, ENDS, PIPE, POD, SEQUENCE, TENSOR, Axes, Me
 class Mesh:
     """Arrange the ranks of a world along axes.
 
-    Outermost first: ``pipe`` (stages of a pipeline), the data axes ``pod``, ``node`` and ``local``, and ``tensor``, of
-    which ranks are neighbours. ``sequence`` is a view of neighbours along the data axes, which share sequences;
-    ``ends`` one of ``pipe``, its first and last stage, which may share parameters: other ranks have none.
+    The axes, outermost first: ``pipe`` (stages of a pipeline), the data axes ``pod``, ``node`` and ``local``, and
+    ``tensor``, with neighbouring ranks. ``sequence`` is a view of the data axes: neighbours that share sequences.
+    ``ends`` is a view of ``pipe``: its first and last stage, which may share parameters; other ranks have no such
+    group.
 
     Args:
-        local_size: ranks in the ``local`` axis; None: those that share this host, which must be equally many and
-            consecutive on every host; over tensor ranks, as many of such groups.
+        local_size: ranks in the ``local`` axis; None: the ranks of this host, which must be consecutive and equally
+            many on every host; with tensor ranks, the number of their groups per host.
         pipe, pod, tensor: sizes of these axes.
         sequence: ranks that share a sequence; a divisor of the data ranks.
 
@@ -93,13 +94,13 @@ class Mesh:
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
         """Return the communicator of ``ranks(axes)`` in that order, made at the first call.
 
-        ``purpose`` ("gather", "restore", "reduce", "control"; any word) names a channel of its own, so that the order
-        of gathers relative to reductions need not agree between ranks.
+        ``purpose`` ("gather", "restore", "reduce", "control"; any word) names a separate channel, so that the order of
+        all-gathers relative to reduce-scatters need not agree between ranks.
         """
         return self.world.communicator(self.ranks(axes), purpose)
 
     def part(self, axes: Axes) -> World:
-        """Return a world of ``ranks(axes)`` in that order, see :meth:`World.part`: to train one model in each group."""
+        """Return a world of ``ranks(axes)`` in that order, to train one model in each group; see :meth:`World.part`."""
         return self.world.part(self.ranks(axes))
 
     def _check(self, axes: Sequence[str]) -> None:
@@ -124,7 +125,7 @@ class Mesh:
 
 
 def count_axis_groups(axis: str, size: int, ranks: int, world: int) -> int:
-    """Return how many groups of ``size`` there are in ``ranks``, of a world's, that other axes have left."""
+    """Return the number of groups of ``size`` in ``ranks``, the ranks of ``world`` that other axes leave."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
         whose = f"{ranks} ranks" if ranks == world else f"{ranks} ranks that the other axes leave of {world}"
         raise ConfigError(
@@ -137,7 +138,7 @@ def count_axis_groups(axis: str, size: int, ranks: int, world: int) -> int:
 
 
 def _ranks_per_host(world: World, tensor: int, data: int) -> int:
-    """Return how many of a host's ranks have data of their own; ``data``: how many have in each pod and stage."""
+    """Return the number of a host's ranks that read different data; ``data``: that number in each pod and stage."""
     local = world.local
     size = len(local)
     regular = local == tuple(range(local[0], local[0] + size)) and local[0] % size == 0 and world.size % size == 0

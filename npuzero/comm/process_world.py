@@ -1,7 +1,7 @@
-"""Worlds of processes: ranks that meet in a launcher's store, on one host or several.
+"""Connect ranks that are processes, on one host or several, through the launcher's store.
 
-Which implementation a group has is decided here: shared memory where the ranks share a host, Gloo where tensors of the
-host go farther, the device's own backend for its tensors.
+Selects the backend of a group: shared memory for host tensors within a host, Gloo for host tensors across hosts, and
+the device's backend (nccl, hccl) for device tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from npuzero.comm.watchdog.hang_detector import SLICE_S, CommunicatorFailure
 from npuzero.comm.world import TIMEOUT_S, World
 from npuzero.errors import CollectiveError, ConfigError
 
-#: Seconds that rank 0 waits at its end for the others, where the store ends with it.
+#: Seconds that rank 0 waits for remaining ranks at its end, if it keeps the store.
 _OUTLIVES_S = 5.0
 
-#: hccl's buffer of a group for small messages; it takes two.
+#: hccl's buffer of a group for small messages; a group takes two.
 _CONTROL_BUFFER_MB = 8
 
 
@@ -39,11 +39,11 @@ class ProcessWorld(World):
     """Represent ranks that are processes, on one host or several.
 
     Args:
-        store: the launcher's key-value store. The n-th world that a rank makes on it is that of the others' n-th, and
-            its keys are its own: ranks that are still in the one before are not met.
+        store: the launcher's key-value store. The n-th world that a rank makes on it matches the n-th of every rank,
+            under separate keys: ranks that are still in the previous world are not met.
         backend: of the groups: "shm", "gloo", "nccl" or "hccl"; None: by device, and shared memory for groups of CPU
-            ranks that share a host.
-        buffer_mb: hccl's buffer per group, but for those of small messages.
+            ranks on one host.
+        buffer_mb: hccl's buffer per group, except groups for small messages.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ProcessWorld(World):
         super().fail(failure)
 
     def outlive(self) -> None:
-        """Wait a little for ranks that have not left, where the store ends with this process: they may need it."""
+        """Wait a little for ranks that have not left, if the store ends with this process: they may need it."""
         deadline_s = time.monotonic() + _OUTLIVES_S
         while self._store.of_rank_0 and self.rank == 0 and time.monotonic() < deadline_s:
             if all(slot.ended for slot in self._slots.read()):
@@ -144,7 +144,7 @@ class ProcessWorld(World):
         )
 
     def _group(self, ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
-        # Members come here one after another: who waits within torch could not be told that the others never will.
+        # Wait for all members here: within torch a rank could not learn that another one will never arrive.
         self._exchanges.run(None, f"the group {name!r}", ranks)
         buffer_mb = _CONTROL_BUFFER_MB if name.startswith("control") else self._buffer_mb
         try:
@@ -158,7 +158,7 @@ class ProcessWorld(World):
             ) from error
 
     def _unjoined(self, error: CollectiveError) -> CollectiveError | None:
-        """Return the error of a rank that has waited for others to join; None where all have."""
+        """Return the error of a rank that waited for others to join; None if all have joined."""
         with suppress(CollectiveError):  # the store may be gone
             missing = self._slots.missing()
             if missing:
@@ -167,7 +167,7 @@ class ProcessWorld(World):
         return None
 
     def _meet(self) -> None:
-        """Find the ranks that share this host, their processes, and whether they can open each other's memory."""
+        """Find the ranks on this host and their processes, and test if they can open each other's memory."""
         probe = shared_memory.native.Region.create(1, 64, self.rank, False)
         met = self.exchange([_get_host_identity(), os.getpid(), probe.address])
         self.local = tuple(rank for rank, (host, _, _) in enumerate(met) if host == met[self.rank][0])
@@ -178,7 +178,7 @@ class ProcessWorld(World):
 
 
 def _get_host_identity() -> str:
-    """Return a name that only processes share which can reach each other's memory: kernel boot and pid namespace."""
+    """Return a name shared exactly by processes that can reach each other's memory: boot id and pid namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

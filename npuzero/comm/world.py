@@ -1,9 +1,8 @@
-"""Worlds: ranks of a run that work together, and the communicators between them.
+"""Define worlds: ranks of a run that work together, and the communicators between them.
 
-A world is all ranks of a run, or a part of them: ``world.part(ranks)`` is a world of its own, in which another model
-may be trained. Ranks count from 0 in each world. ``ranks`` tells which of the run's ranks they are; errors, events and
-communicators speak of those. How a run's ranks reach each other is known to its own world (``process_world.py``,
-``loopback.py``), which a part asks.
+A world has all ranks of a run, or a part of them: ``world.part(ranks)`` is another world, for training another model.
+Ranks count from 0 in each world; ``ranks`` gives their ranks in the run, which errors, events and communicators use.
+The subclass of the run's world (``process_world.py``, ``loopback.py``) connects the ranks, also for its parts.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from npuzero.errors import ContractError
 
 TIMEOUT_S = 600.0
 
-#: The channel whose tensors lie on the host, whatever the device: what the host has to know within a step goes over it,
-#: since reading a device's tensor waits for all that was issued before.
+#: Channel with tensors on the host for any device. It carries values that the host needs within a step: reading a
+#: device tensor would wait for all work issued before.
 HOST_CHANNEL = "host"
 
 
 class World(ABC):
-    """Represent ranks that work together, seen from one of them.
+    """Represent ranks that work together, as seen from one of them.
 
     Attributes:
-        rank, size: this rank among them.
-        ranks: which ranks of the run they are: all, in order, unless this is a part.
-        device: where this rank computes.
-        local: its ranks that share this rank's host.
+        rank, size: this rank's index, and the number of ranks.
+        ranks: their ranks in the run: all, in order, unless this is a part.
+        device: of this rank's tensors.
+        local: ranks of this world on this rank's host.
         timeout_s: seconds before a waiting collective gives up.
-        board: where this rank says that it waits, and sees where the others do.
-        companions: what uses the world beside the main thread; its end waits for them.
+        board: the status board, where this rank posts its waits, and reads the waits of all ranks.
+        companions: users of the world in background threads; the end of the world waits for them.
         closed: whether this rank has left it.
     """
 
@@ -80,16 +79,16 @@ class World(ABC):
 
     @final
     def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Connect ``ranks``, in that order, for the purpose ``name``; return the same communicator each time.
+        """Return the communicator of ``ranks``, in that order, for the purpose ``name``: the same object each time.
 
-        Members ask for the communicators of equal ranks in the same order. A purpose is any word, and names a channel:
-        what runs on one does not disturb the others. Tensors lie on the world's device, those of the ``HOST_CHANNEL``
-        on the host; channels whose names begin with ``control`` are taken to carry small messages.
+        Members create communicators of equal ranks in the same order. The purpose is any word, and names a channel:
+        operations on different channels do not disturb each other. Tensors are on the world's device, or on the host
+        for ``HOST_CHANNEL``. Channels with names that begin with ``control`` are expected to carry small messages.
 
         Raises:
-            ContractError: a rank is named twice, is not in the world, or this one is missing.
+            ContractError: a rank is named twice, is not in the world, or this rank is missing.
             CollectiveError: it cannot be made.
-            StateError: this process is a forked child of the rank's.
+            StateError: this process is a forked child of the rank.
         """
         subject = f"communicator {name!r}"
         self._check_birthplace(subject)
@@ -111,14 +110,14 @@ class World(ABC):
             part = world.part(range(half) if world.rank < half else range(half, world.size))
             model = npuzero.zero(model, stage=2, world=part)  # two models, each on its half of the ranks
 
-        Its members call it, others need not; nobody waits. It has communicators and exchanges of its own, this world's
-        device, timeout and board: ranks that wait for each other in different parts are found, too. It closes when this
-        world does, and an abort of one is an abort of all. A part of a part is a part of the run. All ranks in order
-        are the world itself.
+        Only its members must call it; the call does not wait. The part has separate communicators and exchanges, but
+        this world's device, timeout and board: a deadlock across different parts is detected. It closes with this
+        world, and an abort of either aborts both. A part of a part is a part of the run. All ranks in order give the
+        run's world.
 
         Raises:
-            ContractError: a rank is named twice, is not in the world, or this one is missing.
-            StateError: this process is a forked child of the rank's.
+            ContractError: a rank is named twice, is not in the world, or this rank is missing.
+            StateError: this process is a forked child of the rank.
         """
         self._check_birthplace("part")
         self._check_ranks("part", tuple(ranks))
@@ -133,22 +132,22 @@ class World(ABC):
 
     @final
     def exchange(self, value: object, channel: str = "") -> list[Any]:
-        """Give a small ``value`` of JSON's types to all ranks, and return theirs, by rank; every rank must call it.
+        """Send a small ``value`` of JSON's types to all ranks, and return all values, by rank; every rank must call it.
 
-        Exchanges on different channels do not disturb each other, so a thread beside the main one takes its own::
+        Exchanges on different channels do not disturb each other; a background thread uses a separate channel::
 
             mean = sum(world.exchange(loss.item())) / world.size  # the loss's mean over all ranks
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
             ContractError: JSON has no such type.
-            StateError: this process is a forked child of the rank's.
+            StateError: this process is a forked child of the rank.
         """
         self._check_birthplace("exchange")
         self.board.enter()
         try:
             return self._exchange(value, channel, ())
-        except TypeError as error:  # json's, before anything was sent
+        except TypeError as error:  # from json, before anything is sent
             raise ContractError(
                 "world.exchange",
                 expected="numbers, texts, None, and lists and dicts of them",
@@ -159,20 +158,21 @@ class World(ABC):
     @final
     @collective_call("world.mean")
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Average ``value`` over the ranks, element by element: a loss of each rank's own batches, a metric.
+        """Average ``value`` over the ranks, element by element, for example the loss of each rank's batches, or a
+        metric.
 
-        Nothing is differentiated: what is returned is for the log. Collective: call it on every rank.
+        The result is not differentiable: use it for logs. Collective: call it on every rank.
 
         Args:
             value: of the same shape on every rank; any real dtype.
 
         Returns:
-            A new tensor of that shape on ``device``, the same bits on every rank: float64 of float64, else float32.
+            A new tensor of that shape on ``device``, the same bits on every rank: float64 for float64, else float32.
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
             ContractError: it is no tensor and no number.
-            StateError: this process is a forked child of the rank's.
+            StateError: this process is a forked child of the rank.
 
         Example::
 
@@ -192,27 +192,27 @@ class World(ABC):
 
     @property
     def inherited(self) -> bool:
-        """Return whether this process is a forked child of the rank's: closing does nothing there, using raises."""
+        """Return whether this is a forked child of the rank: there ``close`` does nothing, and collectives raise."""
         return self.size > 1 and self._birthplace.left()
 
     @final
     def abort(self, reason: str) -> None:
-        """Break every communicator of this rank; the other ranks' waiting ends with an error."""
+        """Break every communicator of this rank; other ranks that wait for it raise an error."""
         if not self.inherited:
             self.fail(make_abort_failure(self.ranks[self.rank], reason))
 
     def fail(self, failure: CommunicatorFailure) -> None:
-        """Break them likewise, for ``failure``."""
+        """Break every communicator of this rank with ``failure``."""
         self.companions.forget()
         for communicator in list(self._communicators.values()):
             communicator.fail(failure)
 
     @final
     def drain(self) -> None:
-        """Finish operations under way, for ranks that still wait: an orderly end is a drain and a close.
+        """Finish operations in progress, for ranks that still wait. An orderly end is a drain and a close.
 
         Raises:
-            NpuZeroError: what went wrong beside the main thread, and nobody has heard.
+            NpuZeroError: an error of a background thread that was not raised before.
         """
         if self.inherited:
             return
@@ -221,10 +221,10 @@ class World(ABC):
             communicator.drain()
 
     def close(self) -> None:
-        """Wait for saves under way, and close every communicator and the parts. Calling it again does nothing.
+        """Wait for saves in progress, and close every communicator and the parts. Idempotent.
 
         Raises:
-            NpuZeroError: a save failed, and nobody has heard; the world is closed all the same.
+            NpuZeroError: a save failed, and its error was not raised before; the world is closed nevertheless.
         """
         if self.inherited:
             return
@@ -243,18 +243,18 @@ class World(ABC):
 
     @abstractmethod
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
-        """Return the values of the ranks in ``group``, in their order; ``()``: of all. Only they call it."""
+        """Return the values of the ranks in ``group``, in their order; ``()``: of all. Only these ranks call it."""
 
     @abstractmethod
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        """Return a communicator of several ranks, this one among them."""
+        """Return a communicator of several ranks, including this one."""
 
     def _make_single(self, name: str) -> Communicator:
-        """Return a communicator of this rank alone."""
+        """Return a communicator of this rank only."""
         return SingleCommunicator(self.rank, name, self._place(name))
 
     def _whole(self) -> World:
-        """Return the world that this one is a part of; itself, if of none."""
+        """Return the run's world if this one is a part, else itself."""
         return self
 
     def _place(self, name: str) -> torch.device:
@@ -262,7 +262,7 @@ class World(ABC):
         return torch.device("cpu") if _channel_purpose(name) == HOST_CHANNEL else self.device
 
     def _arrived(self) -> dict[str, int]:
-        """Return how often this rank has come to each place."""
+        """Return the number of operations that this rank has started at each place."""
         made = list(self._communicators.values())
         return {place: number for each in made for place, number in each.arrived().items()}
 
@@ -284,8 +284,8 @@ class World(ABC):
 class SubWorld(World):
     """Represent some ranks of a world; made by :meth:`World.part`.
 
-    Its channels are the enclosing world's under names of their own: the collectives of a model that trains on all ranks
-    must not meet those of another on some. Whatever waits or fails does so on the enclosing world's board.
+    Its channels are channels of the enclosing world with different names: collectives of a model on all ranks must not
+    match another model's on some ranks. Waits and failures go to the enclosing world's board.
     """
 
     def __init__(self, whole: World, ranks: tuple[int, ...]) -> None:
@@ -303,10 +303,10 @@ class SubWorld(World):
         return self._of.inherited
 
     def fail(self, failure: CommunicatorFailure) -> None:
-        self._of.fail(failure)  # there is one board, and a rank that gave up may be waited for anywhere
+        self._of.fail(failure)  # the board is shared, and ranks of any part may wait for a rank that gave up
 
     def close(self) -> None:
-        """Close the part's communicators; the world it is a part of goes on. Calling it again does nothing."""
+        """Close the part's communicators; the enclosing world stays open. Idempotent."""
         if self.inherited:
             return
         self.closed = True
@@ -327,7 +327,7 @@ class SubWorld(World):
 
 
 class SingleWorld(World):
-    """Represent one rank alone: no launcher, no backend."""
+    """Represent a single rank: no launcher, no backend."""
 
     def __init__(self, device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(0, 1, torch.device(device), (0,), timeout_s)
@@ -340,12 +340,12 @@ class SingleWorld(World):
 
 
 def _format_rank_range(ranks: Sequence[int]) -> str:
-    """Return the ranks of a part in words: in few letters where they are evenly apart, as those of a mesh are."""
+    """Return the ranks of a part as text: short for evenly spaced ranks, as along a mesh axis."""
     step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     evenly = step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step))
     return f"{ranks[0]}-{ranks[-1]}:{step}" if evenly else "-".join(map(str, ranks))
 
 
 def _channel_purpose(name: str) -> str:
-    """Return the purpose of a channel without the part it belongs to."""
+    """Return the purpose of a channel without the suffix of a part."""
     return name.partition("@")[0]

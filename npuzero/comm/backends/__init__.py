@@ -1,1 +1,2 @@
-"""Backends of collectives: process groups, shared memory, hierarchical, one rank."""
+"""Implement collectives: over shared memory, process groups (gloo, nccl, hccl), axes of groups, and for one rank."""
+rank."""

@@ -1,8 +1,8 @@
-"""Channels: how what one rank sends another travels, apart from the collectives of a group and from other ranks.
+"""Carry sends between two ranks over channels, separate from the collectives of a group and from other pairs.
 
 A channel is a communicator of the sender and the receiver, in this order: one for each direction between two ranks of a
-group, made when it is first used. So neighbours that both send first do not wait for each other, each queue runs in the
-order of the calls, and both ends count their operations alike, whatever the others do.
+group, made at its first use. So neighbours that both send first do not deadlock, each queue runs in the order of the
+calls, and both ends number their operations equally, independent of other ranks.
 
 Invariant: a communicator and its channels are broken together.
 """
@@ -28,7 +28,7 @@ class ChannelCommunicator(Communicator):
     """Send and receive over channels.
 
     Attributes:
-        of: of a channel: the communicator whose sends it carries.
+        of: in a channel: the communicator that it carries sends for.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class ChannelCommunicator(Communicator):
         return self._channel(from_, self.rank)._carry("recv", buffer, tag)
 
     def _channel(self, sender: int, receiver: int) -> Self:
-        """Return the channel from one rank of the group to another, of which this is one."""
+        """Return the channel from one rank of the group to another; one of them is this rank."""
         self._door()
         with self._opening:
             if (sender, receiver) not in self._channels:
@@ -71,7 +71,7 @@ class ChannelCommunicator(Communicator):
 
     @abstractmethod
     def _make_channel(self, ranks: tuple[int, int], name: str) -> Self:
-        """Return a new communicator of two ranks of the group, this one among them; nobody waits for the other."""
+        """Return a new communicator of two ranks of the group, this one included; does not wait for the other rank."""
 
     @abstractmethod
     def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> AsyncHandle:

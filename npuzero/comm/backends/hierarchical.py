@@ -1,9 +1,9 @@
-"""A group in permuted order, composed of one communicator per axis, for backends that know only ascending ranks.
+"""Compose a group in permuted order of one communicator per axis, for backends that need ascending ranks.
 
-A shard's place in the group is (outer place, inner place), outermost first. Gathering runs over the inner axis first,
-then over the outer; scattering the other way: each needs no reordering, and together they send what one flat collective
-does. A sum in two levels is rounded, and ordered, twice: it equals the flat sum up to rounding, and exactly where every
-partial sum is exact.
+A shard's place in the group is (outer place, inner place), outermost first. An all-gather runs over the inner axis,
+then over the outer one; a reduce-scatter in reverse. Neither needs reordering, and both steps send as much as one flat
+collective. A sum in two levels is ordered and rounded twice: it equals the flat sum up to rounding, and exactly if
+every partial sum is exact.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HierarchicalCommunicator(Communicator):
 
     Args:
         outer, inner: communicators along the two axes.
-        flat: one of the same ranks in ascending order, for the collectives whose result has no order.
+        flat: a communicator of the same ranks in ascending order, for collectives with a result that has no order.
     """
 
     def __init__(self, outer: Communicator, inner: Communicator, flat: Communicator, ranks: Sequence[int], name: str):
@@ -94,5 +94,5 @@ class HierarchicalCommunicator(Communicator):
         return self.flat.recv(buffer, self._place_of(from_), tag)
 
     def _place_of(self, member: int) -> int:
-        """Return the index in the flat group of one of this."""
+        """Return the index in the flat group of ``member``, an index in this group."""
         return self.flat.ranks.index(self.ranks[member])

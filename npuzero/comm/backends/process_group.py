@@ -1,13 +1,13 @@
-"""Collectives through torch.distributed: gloo on the host, nccl and hccl on accelerators.
+"""Run collectives through torch.distributed: gloo on the host, nccl and hccl on accelerators.
 
-gloo carries the bytes only: sums are made here, in ascending order of the ranks and in f32, so that their bits equal
-those of shared memory; any order of the group is served, by permuting parts. nccl and hccl sum as they do, in an order
-and (for bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes
-other orders. What hccl cannot sum (float64 above all, in which the gradient's norm is) is gathered and summed here.
+gloo only moves bytes. Sums are made here, in ascending order of the ranks and in f32, so that their bits equal those
+over shared memory; any order of the group works, by permuting parts. nccl and hccl sum in their order and (for bf16 and
+f16) their precision, and need ascending groups: hierarchical.py composes other orders. Dtypes that hccl cannot sum
+(mainly float64, used for the gradient norm) are gathered and summed here.
 
-torch sorts the ranks of a group; ``places`` here say which part of the gathered buffer belongs to its k-th rank. Calls
-are not compared between ranks: a collective that differs ends in gloo's error or in a timeout. Only the two ends of a
-send over gloo tell each other first what they are about to do.
+torch sorts the ranks of a group; ``places`` map its k-th rank to a part of the gathered buffer. Collectives are not
+compared between ranks: a mismatch ends in gloo's error or in a timeout. Only the two ends of a send over gloo exchange
+a description first.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from npuzero.comm.watchdog.hang_detector import CommunicatorFailure, make_patien
 from npuzero.device import AsyncHandle, HostLane
 from npuzero.errors import CollectiveError, ConfigError
 
-#: Below this many elements an all_reduce gathers all buffers: one step instead of two.
+#: Up to this many elements an all_reduce gathers all buffers: one step instead of two.
 _SMALL_NUMEL = 8192
 
-#: Bytes by which the two ends of a send over gloo tell each other what it is.
+#: Bytes of the description that the two ends of a send over gloo exchange.
 _SAID_BYTES = 256
 
 _DIFFERS = "Look for a branch that differs between ranks, or sends that are received in another order."
 
-#: What hccl's reductions take. Its averages are not used: the sum is scaled as gradients are packed.
+#: Dtypes of hccl's reductions. Its average is not used: gradients are scaled as they are packed.
 _HCCL_SUMS = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
 def make_group(
     ranks: Sequence[int], backend: str, name: str, *, timeout_s: float, buffer_mb: int | None = None
 ) -> dist.ProcessGroup:
-    """Return a process group of ``ranks``; only members call it, and make groups of equal ranks in the same order.
+    """Return a process group of ``ranks``. Only members call it, and make groups of equal ranks in the same order.
 
     Args:
         buffer_mb: hccl's buffer of the group (it takes two; 200 MB each by default).
@@ -60,7 +60,7 @@ def make_group(
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Share what gloo and the accelerators need: numbering, and errors that say where."""
+    """Share numbers of operations and errors between gloo and the accelerators."""
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str, device: torch.device, backend: str
@@ -110,7 +110,7 @@ _ADVICE = {
 
 
 class GlooCommunicator(ProcessGroupCommunicator, ChannelCommunicator):
-    """Run collectives on host tensors over gloo, in order, on a thread of their own; each channel has one, too."""
+    """Run collectives on host tensors over gloo, in order, on a separate thread; each channel has another thread."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
         super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
@@ -204,7 +204,7 @@ class GlooCommunicator(ProcessGroupCommunicator, ChannelCommunicator):
         return self._run(verb, tag, 1, step)
 
     def _tell(self, said: str, peer: int, way: int) -> str:
-        """Tell the peer of a channel what is about to be sent, and return what it says; gloo's tag is the ``way``."""
+        """Exchange descriptions of a send with the peer of a channel; ``way`` is gloo's tag. Return the peer's."""
         mine = torch.frombuffer(bytearray(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         told = dist.isend(mine, peer, group=self.group, tag=way)
@@ -222,11 +222,11 @@ class GlooCommunicator(ProcessGroupCommunicator, ChannelCommunicator):
         whole.view(self.size, -1)[self._places] = rows
 
     def _gather_ascending(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        # A copy: gloo is not told to expect an input inside its output.
+        # A copy, since gloo does not support an input inside its output.
         all_gather_single(_view_as_uint8(whole), _view_as_uint8(shard.clone()), group=self.group)
 
     def _swap(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return [size, n]: what each rank has for this one, in ascending order of the ranks."""
+        """Return [size, n]: the part of each rank's input for this rank, in ascending order of the ranks."""
         sent = whole.view(self.size, -1)
         received = torch.empty_like(sent)
         sent = sent if self._ascending else sent[self._places]
@@ -235,7 +235,7 @@ class GlooCommunicator(ProcessGroupCommunicator, ChannelCommunicator):
 
 
 class WorkHandle(AsyncHandle):
-    """Stand for torch's work on an accelerator, and do what is left once the current stream sees its result."""
+    """Wrap torch's work on an accelerator; run ``after`` when the current stream sees the result."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class WorkHandle(AsyncHandle):
 
 
 class AcceleratorCommunicator(ProcessGroupCommunicator):
-    """Run collectives on device tensors over nccl or hccl, on the backend's own stream, not blocking the host.
+    """Run collectives on device tensors over nccl or hccl, on the backend's stream, without blocking the host.
 
     Raises:
         ConfigError: the group's order is not ascending.
@@ -282,7 +282,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
                 do="Compose it of one communicator per axis (comm.hierarchical).",
             )
         super().__init__(group, ranks, rank, name, device, backend)
-        self.barrier()  # connects the ranks now, where a rank that is late is easy to name
+        self.barrier()  # connects the ranks now: here a late rank is easy to name
 
     def barrier(self) -> None:
         flag = torch.zeros(1, dtype=torch.int32).to(self.device)  # a copy: no operator has to be compiled or loaded
@@ -349,7 +349,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
             lambda: dist.broadcast(_view_as_transferable(buffer), source, group=self.group, async_op=True),
         )
 
-    # torch connects two ranks when one first sends to the other, and runs both directions on one queue.
+    # torch connects two ranks at their first send, and runs both directions on one queue.
     def _send(self, buffer: torch.Tensor, to: int, tag: str) -> AsyncHandle:
         peer = self.ranks[to]
         return self._start("send", tag, lambda: dist.isend(_view_as_transferable(buffer), peer, group=self.group))
@@ -369,7 +369,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
 
 
 def add_in_order(out: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> None:
-    """Set out[n] to the sum of rows[size, n], row after row, in f32 (f64 and integers in their own), rounded once."""
+    """Set out[n] to the sum of rows[size, n], row by row, in f32 (f64 and integers in their dtype), rounded once."""
     kind = rows.dtype if rows.dtype in (torch.float64, *INTEGERS) else torch.float32
     total = rows[0].to(kind, copy=True)
     for row in rows[1:]:
@@ -382,23 +382,23 @@ def _truncate_text(text: str) -> str:
 
 
 def _view_as_uint8(tensor: torch.Tensor) -> torch.Tensor:
-    # Moving needs no dtype, and gloo knows few.
+    # A transfer needs no dtype, and gloo supports few.
     return tensor.view(torch.uint8)
 
 
 def _view_as_transferable(tensor: torch.Tensor) -> torch.Tensor:
-    # nccl and hccl move bytes for what has one byte an element (bool, float8), and know the rest.
+    # nccl and hccl move one-byte dtypes (bool, float8) as bytes, and support the rest.
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def all_gather_single(whole: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
-    """Call torch's function by the name it has in this torch: 2.13 renamed it and deprecates the old one."""
+    """Call torch's function by its name in this version: 2.13 renamed it and deprecates the old name."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(whole, shard, **options)
 
 
 def reduce_scatter_single(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
-    """Call torch's function by the name it has in this torch, as :func:`all_gather_single` does."""
+    """Call torch's function by its name in this version, as :func:`all_gather_single` does."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, whole, **options)
 

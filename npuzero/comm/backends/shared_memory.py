@@ -1,7 +1,7 @@
-"""Collectives over shared memory: the C++ of csrc/comm, for processes of one host and for threads.
+"""Run collectives over shared memory by the C++ of csrc/comm, for processes of one host and for threads.
 
-The algorithm is described in csrc/comm/verbs.h, waiting and failures in csrc/comm/peers.h. A rank that dies is noticed
-by the others within a tenth of a second of their waiting for it.
+The algorithm is described in csrc/comm/verbs.h, waiting and failures in csrc/comm/peers.h. Waiting ranks notice a dead
+rank within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 native = _native.comm
 
-#: Bytes of one of the two slots each rank fills for the others: large enough that ranks seldom meet, small enough for
-#: caches. Two slots a rank is all the memory a communicator takes.
+#: Bytes of a slot; each rank fills two in turn. Large enough for few synchronizations, small enough for caches. These
+#: slots are all the memory of a communicator.
 SLOT_BYTES = 512 * 1024
 
 _CPU = torch.device("cpu")
@@ -38,10 +38,10 @@ _live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
 
 
 class SharedMemoryHandle(AsyncHandle):
-    """Stand for an operation of the progress thread.
+    """Represent an operation of the progress thread.
 
-    Observed when it is waited for, as a span of the category ``comm <communicator's name>``, named by its tag, with the
-    times at which it ran.
+    Its wait emits a span of the category ``comm <communicator's name>``, named by its tag, with the operation's run
+    times.
     """
 
     def __init__(self, communicator: SharedMemoryCommunicator, operation: Any, verb: str, tag: str) -> None:
@@ -74,7 +74,7 @@ class SharedMemoryHandle(AsyncHandle):
                 self._watch = None
 
     def _look(self) -> None:
-        """Look at the board, which breaks the communicator if the wait is in vain; called in long waits only."""
+        """Read the status board, which breaks the communicator if the wait can never end; called in long waits only."""
         self._communicator.heed()
         if self._watch is None:
             self._watch = self._communicator.watch(self._operation.sequence, self._verb, self._tag)
@@ -95,11 +95,11 @@ class SharedMemoryCommunicator(ChannelCommunicator):
     """Run collectives over a region of memory that the ranks of a group share.
 
     Args:
-        region: the native region; all ranks of the group hold the same.
-        pids: of the ranks' processes, in group order; empty where ranks are threads of one process.
-        timeout_s: seconds an operation may wait for other ranks.
-        make: returns another of some of these ranks, with a name and a region of its own.
-        arena: whether the processes can open each other's memory, so that buffers lie where others read them in place.
+        region: the native region; all ranks of the group hold the same one.
+        pids: of the ranks' processes, in group order; empty for ranks that are threads of one process.
+        timeout_s: seconds that an operation may wait for other ranks.
+        make: returns a communicator of some of these ranks, with another name and region.
+        arena: whether the processes can open each other's memory, so that remaining ranks read buffers in place.
     """
 
     def __init__(
@@ -118,7 +118,8 @@ class SharedMemoryCommunicator(ChannelCommunicator):
         self._make = make
         self._arena = arena
         self.native = native.Communicator(region, rank, list(ranks), list(pids), name, timeout_s)
-        # Tensors of operations under way: the progress thread writes to them even if the caller forgets the handle.
+        # Keeps tensors of pending operations alive: the progress thread writes to them even if the caller drops the
+        # handle.
         self._kept: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
         _live.add(self)
 
@@ -155,7 +156,7 @@ class SharedMemoryCommunicator(ChannelCommunicator):
         super().close()
 
     def heed(self) -> None:
-        """Break a channel whose communicator is broken."""
+        """Break a channel if its communicator is broken."""
         failure = self.of.native.failure() if self.of is not None else None
         if failure is not None:
             self.native.abort(*failure)
@@ -204,8 +205,8 @@ class SharedMemoryCommunicator(ChannelCommunicator):
 
         Args:
             call: addresses of input and output, number of elements, bytes of an element.
-            wire: the dtype that travels.
-            result: the dtype of a sum; None where nothing is summed.
+            wire: the dtype that is sent.
+            result: the dtype of a sum; None without a sum.
         """
         codes = (_native.DTYPES[wire], _native.DTYPES[result]) if result is not None else (0, 0)
         operation = self.native.submit(
@@ -221,7 +222,7 @@ class SharedMemoryCommunicator(ChannelCommunicator):
         return handle
 
     def let_go(self) -> None:
-        """Drop the tensors of operations that are done."""
+        """Drop the tensors of finished operations."""
         while self._kept and self.native.done(self._kept[0][0]):
             self._kept.popleft()
 
@@ -248,12 +249,12 @@ def connect_shared_memory(
     make: Callable[[tuple[int, ...], str], Any],
     named: bool = False,
 ) -> SharedMemoryCommunicator:
-    """Return the communicator of processes on one host. Nobody waits: the first to come makes the region.
+    """Return the communicator of processes on one host. It does not wait: the first rank to arrive makes the region.
 
     Args:
-        store: where the maker says how to open the region.
+        store: holds the address of the region.
         make: see :class:`SharedMemoryCommunicator`.
-        named: use a named shared-memory object, for hosts where one process may not open another's descriptors.
+        named: use a named shared-memory object, for hosts that forbid opening another process's descriptors.
 
     Raises:
         CollectiveError: the region cannot be made or opened.
@@ -279,6 +280,6 @@ def _region_call_arguments(count: torch.Tensor, out: torch.Tensor, inp: torch.Te
 
 @atexit.register
 def _close_communicators() -> None:
-    # Joins the progress threads before the interpreter goes; an operation under way ends with an error.
+    # Joins the progress threads before the interpreter exits; a pending operation ends with an error.
     for communicator in list(_live):
         communicator.close()

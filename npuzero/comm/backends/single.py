@@ -1,4 +1,4 @@
-"""A group of one rank: every collective is a copy, done at once on the device's current stream."""
+"""Run collectives in a group of one rank: each is a copy, done at once on the device's current stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READY = ReadyHandle()
 
 
 class SingleCommunicator(Communicator):
-    """Run the collectives of one rank alone."""
+    """Run the collectives of a single rank."""
 
     def __init__(self, rank: int, name: str, device: torch.device) -> None:
         super().__init__((rank,), 0, name, device)

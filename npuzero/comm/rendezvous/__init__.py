@@ -1,1 +1,1 @@
-"""Rendezvous of ranks: the store, the roll call, exchanged values, restarts."""
+"""Connect ranks through the launcher's store: roll call, value exchange, restarts."""

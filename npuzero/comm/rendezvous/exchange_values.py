@@ -1,4 +1,4 @@
-"""Exchanges: small values that ranks swap through the store, at places they come to in order."""
+"""Exchange small values between ranks through the store; exchanges at a place are matched by number."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _POLL_S = 0.02
 
 
 def make_exchange_rendezvous(place: str, channel: str, number: int, ranks: Sequence[int]) -> Rendezvous:
-    """Return the ``number``-th exchange of ``ranks`` at ``place``, on ``channel``, as a place where ranks meet."""
+    """Return the ``number``-th exchange of ``ranks`` at ``place``, on ``channel``, as a rendezvous."""
     return Rendezvous(place, number, tuple(ranks), f"exchange #{number}" + (f" of {channel}" if channel else ""))
 
 
 def format_exchange_place(channel: str, group: Sequence[int] = ()) -> str:
-    """Return a channel's name on the board; ``group``: its ranks, if not all."""
+    """Return a channel's name on the status board; ``group``: its ranks, if not all."""
     return f"exchange/{channel}" + (f"/{'-'.join(map(str, group))}" if group else "")
 
 
@@ -35,7 +35,7 @@ class ValueExchange:
     """Run the exchanges of one rank.
 
     Args:
-        dead: whether a rank is known to be dead.
+        dead: returns whether a rank is known to be dead.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ValueExchange:
         self._dead = dead
 
     def run(self, value: object, channel: str, group: Sequence[int] = ()) -> list[Any]:
-        """Return the values of all ranks, or of those in ``group``, in their order; each of them must call it."""
+        """Return the values of all ranks, or of the ranks in ``group``, in their order; each of these must call it."""
         place, ranks = format_exchange_place(channel, group), group or range(self._size)
         here = make_exchange_rendezvous(place, channel, self._came[place] + 1, ranks)
         failure = self._board.failure(known=True)
@@ -65,16 +65,16 @@ class ValueExchange:
         self._came[place] += 1
         with WaitWatcher(self._board, here, self._rank) as watch:
             values = [json.loads(self._await(here, rank, watch)) for rank in ranks]
-        # Everybody is here, so everybody has left the exchange before.
+        # All ranks are here, so all have left the previous exchange.
         self._store.delete(_exchange_key(here._replace(number=here.number - 1), self._rank))
         return values
 
     def arrived(self) -> dict[str, int]:
-        """Return how often this rank has come to each place."""
+        """Return the number of exchanges that this rank has reached at each place."""
         return dict(self._came)
 
     def _await(self, here: Rendezvous, rank: int, watch: WaitWatcher) -> str:
-        """Return what ``rank`` set in this exchange; while it is not there, look for reasons that it never will be."""
+        """Return the value of ``rank`` in this exchange; while it is missing, look for failures that explain it."""
         key = _exchange_key(here, rank)
         begin_s = time.monotonic()
         pause_s = 0.0005
@@ -88,7 +88,7 @@ class ValueExchange:
         return self._store.get(key)
 
     def _given_up(self, here: Rendezvous, rank: int, waited_s: float) -> CommunicatorFailure | None:
-        """Return why this rank need not wait for ``rank`` any more, if so."""
+        """Return why this rank should stop waiting for ``rank``, if it should."""
         if self._dead(rank) and not self._store.check(_exchange_key(here, rank)):
             do = f"Look at the last output of rank {rank}."
             return CommunicatorFailure("dead", self._rank, f"rank {rank}", f"rank {rank} is dead", do)
@@ -96,7 +96,7 @@ class ValueExchange:
             rank_of = {_exchange_key(here, each): each for each in here.ranks}
             missing = format_rank_list(
                 [rank_of[key] for key in self._store.missing([*rank_of])] or [rank]
-            )  # or just come
+            )  # it may have just arrived
             expected = f"{format_rank_list(here.ranks)} within {self._timeout_s} s"
             do = f"See what {missing} does, or raise timeout_s."
             return CommunicatorFailure("timeout", self._rank, expected, f"nothing from {missing}", do)

@@ -1,13 +1,12 @@
-"""Lives: torchrun starts ranks again, and its agent's store may still have what those before have left there.
+"""Separate restarts of a job: torchrun starts ranks again, and its agent's store may still have keys of earlier ranks.
 
-torch.distributed writes addresses into that store under the same keys in every life, so a rank that is quick reads
-those of ranks that have ended. Nothing that torchrun tells a rank says which life it is in: agents count their own
-restarts, and one that came back counts from 0. So the ranks of a life find each other by words that nobody used before,
-and get a part of the store for themselves:
+torch.distributed writes addresses under the same keys after every restart, so a fast rank could read addresses of ranks
+that have ended. No variable of torchrun identifies the restart: agents count their own restarts, and an agent that was
+replaced counts from 0. So the ranks of a start find each other by unique words, and use a separate part of the store:
 
-    rank r        here/<r> = its word; waits for welcome/<its word>, which says the name of this life
-    rank 0        welcomes each word that it finds, anew where one of a life before has been replaced, until
-                  taken/<name>/<r> says of every rank that it has come
+    rank r        sets here/<r> to its word; waits for welcome/<its word>, the name of this start
+    rank 0        writes a welcome for each word that it finds, also for later words that replace stale ones, until
+    taken/<name>/<r> exists for every rank
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import torch.distributed as dist
 
 from npuzero.comm.rendezvous.store import PrefixedStore
 
-#: Seconds between two looks of rank 0.
+#: Seconds between two polls of rank 0.
 _PAUSE_S = 0.02
 
 
 def open_restart_store(rank: int, size: int, address: str, timeout_s: float) -> Any:
-    """Return the part of the agent's store that the ranks of this life alone use. Collective.
+    """Return the part of the agent's store that only the ranks of this start use. Collective.
 
     Args:
         address: ``host:port`` of the store.
-        timeout_s: how long to wait for the others, and for the store later on.
+        timeout_s: limit of the wait for other ranks, and later of waits for the store.
 
     Raises:
-        RuntimeError: the store cannot be reached, or rank 0 does not come: torch's DistError.
-        TimeoutError: on rank 0: others do not.
+        RuntimeError: the store cannot be reached, or rank 0 does not arrive: torch's DistError.
+        TimeoutError: on rank 0: other ranks do not arrive.
     """
     host, _, port = address.rpartition(":")
     client = dist.TCPStore(  # type: ignore[attr-defined]
@@ -51,7 +50,7 @@ def open_restart_store(rank: int, size: int, address: str, timeout_s: float) -> 
 
 
 def _share_restart_name(store: PrefixedStore, size: int, timeout_s: float) -> str:
-    """Tell all other ranks the name of this life, and return it."""
+    """Send the name of this start to all other ranks, and return it."""
     name = uuid.uuid4().hex
     here = [f"here/{rank}" for rank in range(1, size)]
     taken = [f"taken/{name}/{rank}" for rank in range(1, size)]

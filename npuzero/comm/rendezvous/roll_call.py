@@ -1,4 +1,4 @@
-"""The roll call: while ranks wait for the others to join, it says once which have joined and which have not."""
+"""Report the ranks that have and have not joined, once, while ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from npuzero.comm.watchdog.call_names import find_call_site
 from npuzero.comm.watchdog.hang_detector import PATIENCE_S, format_rank_list
 from npuzero.errors import CollectiveError
 
-#: Seconds after which ranks that have not joined are named; sooner where the timeout is short.
+#: Seconds after which missing ranks are named; less with a short timeout.
 _SAY_S = 10.0
 
-#: Seconds between two tries to reach the store, and how long one takes at most.
+#: Seconds between two attempts to reach the store, and limit of an attempt.
 _PAUSE_S = 1.0
 
-#: What is wrong where a rank does not join, and what to do.
+#: Expectation and advice in errors about a rank that does not join.
 EXPECTED = "npuzero.init() on every rank, since it is collective"
 DO = (
     "See whether every rank was started, and whether its first error is another; look for a branch before "
@@ -37,23 +37,24 @@ _joins = itertools.count(1)
 
 
 class RankRegistry(Protocol):
-    """Know the ranks that have joined."""
+    """Keep the ranks that have joined."""
 
     size: int
 
     def answer(self) -> None:
-        """Let the others know that this rank has come.
+        """Mark this rank as joined.
 
         Raises:
             CollectiveError: the store cannot be reached.
         """
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not; CollectiveError as above."""
+        """Return the ranks that have not joined; CollectiveError as above."""
 
 
 class StoredRankRegistry:
-    """Keep the roll in the launcher's store, beside torch's own use of it: the n-th that a rank joins is the others'.
+    """Keep the roll in the launcher's store, separate from torch's keys. The n-th roll of a rank matches the n-th of
+    all.
 
     Args:
         address: ``host:port`` of the store.
@@ -70,7 +71,7 @@ class StoredRankRegistry:
         """Connect, and write this rank's key."""
         host, _, port = self._address.rpartition(":")
         try:
-            # torch retries for as long as its timeout, and warns each time; a socket of Python's just says no.
+            # torch retries until its timeout, with a warning each time; a plain socket fails at once.
             socket.create_connection((host, int(port)), _PAUSE_S).close()
             client = dist.TCPStore(  # type: ignore[attr-defined]
                 host, int(port), is_master=False, timeout=timedelta(seconds=_SAY_S), wait_for_workers=False
@@ -96,13 +97,12 @@ class StoredRankRegistry:
 
 
 class RollCall:
-    """Watch the wait of a ``with`` block for all ranks: warn, once, where it is long, and keep what was said.
+    """Watch a ``with`` block that waits for all ranks: warn once if it is long, and keep the last report.
 
-    A thread looks, since the wait may be torch's own, and only once it has lasted for ``PATIENCE_S``: ranks that join
-    in good time know nothing of it.
+    A thread polls, since the wait may be torch's. It starts to do so after ``PATIENCE_S``, so a fast join has no cost.
 
     Attributes:
-        said: which ranks have joined and which have not, as far as is known; "" while nobody has looked.
+        said: the last report of joined and missing ranks; "" before the first poll.
     """
 
     def __init__(self, roll: RankRegistry, timeout_s: float) -> None:
@@ -120,7 +120,7 @@ class RollCall:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(_PAUSE_S)  # so that no fork of the program's meets it
+        self._thread.join(_PAUSE_S)  # no later fork should happen while it runs
 
     def _watch(self) -> None:
         begin_s = time.monotonic()
@@ -152,7 +152,7 @@ class RollCall:
 
 
 def describe_missing_ranks(missing: Sequence[int], size: int) -> str:
-    """Say which ranks of ``size`` have joined and which have not, with what this host knows of their processes."""
+    """Describe the ranks of ``size`` that have and have not joined, and their processes on this host."""
     text = f"{size - len(missing)} of {size} ranks have joined, and wait for {format_rank_list(missing)}"
     process_of = config.find_local_ranks()
     running = [rank for rank in missing if rank in process_of]

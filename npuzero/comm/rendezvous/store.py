@@ -1,4 +1,4 @@
-"""The launcher's key-value store: the calls that a world needs, and the error where the store has gone."""
+"""Wrap the launcher's key-value store: the calls that a world needs, and the error of a lost store."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _Result = TypeVar("_Result")
 
 
 class PrefixedStore:
-    """Use the keys below ``prefix`` of a torch.distributed store; ``describe_store`` says in words whose store it is.
+    """Use the keys below ``prefix`` of a torch.distributed store; ``home`` describes the store in messages.
 
     Raises:
-        CollectiveError: from every method, where the store has gone; ``facts["kind"]`` is "store".
+        CollectiveError: from every method, if the store is gone; ``facts["kind"]`` is "store".
     """
 
     def __init__(self, store: Any, prefix: str = "") -> None:
@@ -45,11 +45,11 @@ class PrefixedStore:
         return PrefixedStore(self._store, f"{self._prefix}{prefix}/")
 
     def check(self, *keys: str) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._call(lambda: self._store.check([self._prefix + key for key in keys])))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that are not there; asks by halves, so that few of many take few questions."""
+        """Return the keys that do not exist; bisects, so that few missing keys of many take few requests."""
         if not keys or self.check(*keys):
             return []
         half = len(keys) // 2
@@ -60,7 +60,7 @@ class PrefixedStore:
         return str(self._call(lambda: self._store.get(self._prefix + key)).decode())
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of keys that are there."""
+        """Return the values of existing keys."""
         found = self._call(lambda: self._store.multi_get([self._prefix + key for key in keys]))
         return [value.decode() for value in found]
 
@@ -73,7 +73,7 @@ class PrefixedStore:
         return str(self._call(lambda: self._store.compare_set(self._prefix + key, "", value)).decode())
 
     def count(self, key: str) -> int:
-        """Return how often this has been called for ``key``."""
+        """Count the calls for ``key`` over all ranks; return the count."""
         return int(self._call(lambda: self._store.add(self._prefix + key, 1)))
 
     def delete(self, key: str) -> None:
@@ -83,7 +83,7 @@ class PrefixedStore:
     def _call(self, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
-        except RuntimeError as error:  # torch's DistError and its kinds
+        except RuntimeError as error:  # torch's DistError and its subclasses
             raise lost_store_error(self.home, error) from error
 
 
@@ -95,7 +95,7 @@ def _find_tcp_store(store: Any) -> Any:
 
 
 def describe_store(store: Any) -> str:
-    """Return in words whose store it is and where."""
+    """Describe the keeper of a store, and its address."""
     client = _find_tcp_store(store)
     if client is None:
         return "the store that init_process_group() was given"
@@ -116,10 +116,10 @@ def lost_store_error(home: str, error: BaseException) -> CollectiveError:
 
 
 class SharedStatusStore:
-    """Keep the board's slots in the store.
+    """Store the status board's slots in the launcher's store.
 
     Args:
-        dead: whether a rank is known to be dead.
+        dead: returns whether a rank is known to be dead.
     """
 
     def __init__(self, store: PrefixedStore, rank: int, size: int, dead: Callable[[int], bool]) -> None:
@@ -134,7 +134,7 @@ class SharedStatusStore:
 
     def read(self) -> list[RankStatus]:
         keys = self._keys()
-        if not self._store.check(*keys):  # some are not in this world yet
+        if not self._store.check(*keys):  # some ranks have not joined yet
             return []
         slots = [_parse_rank_status(text) for text in self._store.get_all(keys)]
         return [
@@ -143,10 +143,10 @@ class SharedStatusStore:
         ]
 
     def answer(self) -> None:
-        """Do nothing: what was written as this was made says that the rank has come."""
+        """Do nothing: the slot written by the constructor marks the rank as present."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that are not in this world yet."""
+        """Return the ranks that have not joined this world yet."""
         return [int(key.rpartition("/")[2]) for key in self._store.missing(self._keys())]
 
     def failure(self) -> CommunicatorFailure | None:

@@ -1,15 +1,14 @@
-"""The torch.distributed backend ``"shm"``: torch's own process groups over shared memory, for CPU ranks of one host.
+"""Provide the torch.distributed backend ``"shm"``: process groups over shared memory, for CPU ranks of one host.
 
     import npuzero                                  # registers it
     torch.distributed.init_process_group("shm")     # then DDP, FSDP2, ... as over gloo
 
-A collective that npuzero's communicators have is theirs, and runs beside the caller. The others are composed of them:
-a reduction other than a sum is an all_gather and a reduction in ascending order of the ranks; gather and scatter travel
-as all_gather and broadcast. An all_to_all with split sizes agrees on the largest part first, on a thread and a
-communicator of its own.
+Collectives of npuzero's communicators are used directly, and run asynchronously. All others are composed: a reduction
+other than a sum is an all_gather and a reduction in ascending order of the ranks; gather and scatter are an all_gather
+and a broadcast. An all_to_all with split sizes agrees on the largest part first, on a separate thread and communicator.
 
-Differences from gloo: sums of bf16 and f16 are made in f32 and rounded once; AVG is that sum, divided; a send ends when
-it is received; no sparse tensors and no receiving from any source.
+Differences from gloo: sums of bf16 and f16 are made in f32 and rounded once; AVG divides that sum; a send ends when it
+is received; sparse tensors and receiving from any source are not supported.
 """
 
 from __future__ import annotations

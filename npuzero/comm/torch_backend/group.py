@@ -1,4 +1,4 @@
-"""A process group: how it begins and ends, and what torch asks of it beside the collectives."""
+"""Define the process group: its start and end, and torch's requests other than collectives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from npuzero.comm.torch_backend.tensors import NAME
 from npuzero.comm.watchdog import fork
 from npuzero.device import HostLane
 
-# torch's stubs know the many ways to call a group; torch itself calls the one with options.
+# torch's stubs know the many ways to call a group; torch itself passes options.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class ShmGroup(MovementCollectives, ReductionCollectives, _ProcessGroup):  # type: ignore[misc]
-    """Serve one rank of a process group over shared memory. The methods are those that torch.distributed calls.
+    """Serve one rank of a process group over shared memory. torch.distributed calls these methods.
 
     Raises:
         ConfigError: the ranks do not share a host.
@@ -35,7 +35,7 @@ class ShmGroup(MovementCollectives, ReductionCollectives, _ProcessGroup):  # typ
         self._group = self._world.communicator(range(size), "ops")
         self._lane = HostLane("shm", fork.make_fork_check("shm"))
         self._name = ""
-        self._group.barrier()  # all have opened it before any of them may end
+        self._group.barrier()  # all ranks have opened it before any may end
 
     def getBackendName(self) -> str:
         return NAME
@@ -49,7 +49,7 @@ class ShmGroup(MovementCollectives, ReductionCollectives, _ProcessGroup):  # typ
         return self.getGroupName()
 
     def shutdown(self) -> None:
-        self.getGroupName()  # torch forgets the name, and then asks for it once more
+        self.getGroupName()  # torch forgets the name, and asks for it once more later
         self._lane.close(timeout_s=1.0)
         self._world.close()
 

@@ -1,4 +1,4 @@
-"""The state that the collectives of a process group share."""
+"""Declare the state that the collectives of a process group share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShmGroupBase:
     Attributes:
         _world: of the group's ranks.
         _group: the communicator of most collectives.
-        _lane: for what waits between its collectives.
+        _lane: runs operations that wait between several collectives.
     """
 
     _world: World

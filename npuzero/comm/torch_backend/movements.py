@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed that move elements between ranks and leave their values as they are."""
+"""Implement torch.distributed's collectives that move elements without changing their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npuzero.errors import ContractError
 
 
 class MovementCollectives(ShmGroupBase):
-    """Move elements, under the names and with the arguments that torch uses."""
+    """Move elements, under torch's names and with its arguments."""
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         flats, afters = make_flat_buffers(tensors)
@@ -108,11 +108,11 @@ class MovementCollectives(ShmGroupBase):
         )
 
     def _tagged(self, tag: int) -> Communicator:
-        """Return a communicator of its own for each of torch's tags: what has one does not wait for what has others."""
+        """Return a separate communicator for each of torch's tags: sends with different tags do not wait in one queue."""
         return self._world.communicator(range(self._group.size), f"tag {tag}")
 
     def _exchange_parts(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """Send part j of the inputs to rank j, whatever its size: each is padded to the longest."""
+        """Send part j of the inputs to rank j, for parts of any size: each is padded to the longest."""
         group: Communicator = self._world.communicator(range(self._group.size), "parts")
         longest = torch.tensor([max(part.numel() for part in (*outputs, *inputs))])
         lengths = longest.new_empty(group.size)
@@ -125,7 +125,7 @@ class MovementCollectives(ShmGroupBase):
         for row, output in zip(received, outputs, strict=True):
             copy_flat_to_tensors(row[: output.numel()], [output])
 
-    # The names of torch before 2.13.
+    # Names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed that combine values, by our sums or in ascending order of the ranks."""
+"""Implement torch.distributed's reductions by npuzero's sums, or in ascending order of the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Op = dist.ReduceOp
 
 _SUMS = (_Op.SUM, _Op.AVG)
 
-#: Reductions that our communicators lack, two tensors at a time.
+#: Reductions that npuzero's communicators lack, for two tensors.
 _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     _Op.SUM: torch.add,
     _Op.PRODUCT: torch.mul,
@@ -35,7 +35,7 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class ReductionCollectives(ShmGroupBase):
-    """Combine values, under the names and with the arguments that torch uses."""
+    """Run reductions, under torch's names and with its arguments."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         op = _get_reduce_op(opts)
@@ -80,7 +80,7 @@ class ReductionCollectives(ShmGroupBase):
     def barrier(self, opts: Any = None) -> ShmWork:
         return self._work([self._group.all_reduce(torch.zeros(1, dtype=torch.uint8))], [], [])
 
-    # The names of torch before 2.13.
+    # Names before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -98,7 +98,7 @@ def all_reduce_flat(group: Communicator, flat: Tensor, op: Any) -> tuple[AsyncHa
 
 
 def reduce_scatter_flat(group: Communicator, shard: Tensor, whole: Tensor, op: Any) -> tuple[AsyncHandle, After]:
-    """Reduce this rank's part of every rank's ``whole`` into ``shard``, likewise."""
+    """Reduce this rank's part of every rank's ``whole`` into ``shard``; returns as :func:`all_reduce_flat`."""
     if op in _SUMS and whole.dtype in WIRES:
         after = _make_average(shard, op, group.size)
         return group.reduce_scatter(shard, whole), after

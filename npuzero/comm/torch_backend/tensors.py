@@ -1,4 +1,4 @@
-"""Conversions between torch's tensors of any shape and the flat buffers that communicators take."""
+"""Convert between torch's tensors of any shape and the flat buffers that communicators take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from npuzero.ops.storage.lazy import materialize_lazy
 
 NAME = "shm"
 
-#: What is left to do once operations are done.
+#: A function to call once operations are done.
 After = Callable[[], object]
 
 
 def flatten_tensor(tensor: Tensor) -> Tensor:
-    """Return the elements as [n]: a view, or where that cannot be, a copy."""
+    """Return the elements as [n]: a view if possible, else a copy."""
     if tensor.layout != torch.strided:
         raise ContractError(
             f"tensor for {NAME}", expected="a dense tensor", got=str(tensor.layout), do="Call to_dense(), or use gloo."
@@ -27,7 +27,7 @@ def flatten_tensor(tensor: Tensor) -> Tensor:
 
 
 def make_flat_buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[After]]:
-    """Return 1-D buffers with the tensors' values, and functions that copy results back where a buffer is a copy."""
+    """Return 1-D buffers with the tensors' values, and functions that copy results back if a buffer is a copy."""
     flats = [flatten_tensor(tensor) for tensor in tensors]
     copies = [(f, t) for f, t in zip(flats, tensors, strict=True) if f.numel() and f.data_ptr() != t.data_ptr()]
     return flats, [functools.partial(copy_flat_to_tensors, flat, [tensor]) for flat, tensor in copies]
@@ -47,7 +47,7 @@ def concatenate_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split_first_dimension(tensor: Tensor, sizes: list[int], into: int) -> list[Tensor]:
-    """Split ``tensor`` along its first dimension; into ``into`` equal parts where no sizes are given."""
+    """Split ``tensor`` along its first dimension; without sizes into ``into`` equal parts."""
     if not sizes:
         return list(tensor.chunk(into)) if tensor.numel() else [tensor] * into
     return list(tensor.split(sizes))

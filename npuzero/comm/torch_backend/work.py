@@ -1,4 +1,4 @@
-"""The results of torch.distributed's calls: our handles as torch's Work, and the other way round."""
+"""Wrap the results of calls: npuzero's handles as torch's Work, and the reverse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npuzero.errors import CollectiveError
 
 
 class ShmWork(dist.Work):
-    """Stand for operations under way; whoever waits first does what is left to do once they are done."""
+    """Represent pending operations; the first wait also runs the functions that complete them."""
 
     def __init__(
         self, lane: HostLane, handles: Sequence[AsyncHandle], afters: Sequence[After], result: list[Tensor]
@@ -33,7 +33,7 @@ class ShmWork(dist.Work):
         self._error: BaseException | None = None
         self._future: Any = None
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # torch: 0 is no limit but the group's own
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # torch: 0 means the group's limit only
         deadline_s = time.monotonic() + timeout.total_seconds()
         while timeout and not self.is_completed():
             if time.monotonic() > deadline_s:
@@ -105,7 +105,7 @@ class ShmWork(dist.Work):
 
 
 class WorkAsHandle(AsyncHandle):
-    """Present a work as a handle, for works made of works."""
+    """Wrap a work as a handle, for works made of works."""
 
     def __init__(self, work: ShmWork) -> None:
         self._work = work

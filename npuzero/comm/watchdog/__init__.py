@@ -1,1 +1,1 @@
-"""Watchdog of collectives: which rank is in which call, and which hang."""
+"""Detect hangs of collectives: a status board shows where each rank waits, by the user's names of calls."""

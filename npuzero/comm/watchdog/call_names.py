@@ -1,7 +1,7 @@
-"""Collective calls by the names that programs know them by: where a rank is, in the user's words.
+"""Name collective calls in the user's words, to report where a rank is.
 
-A function says its name where it is defined, which costs its calls nothing. Whoever waits, or raises, looks for names
-among the frames of its thread.
+Functions are named at their definition, at no cost per call. A wait or an error searches the frames of its thread for
+names.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: The calls that every step consists of. What a rank calls beside them is what the others have left out.
+#: The calls of every step. A call of some ranks that is not among these was missed by the remaining ranks.
 STEP = ("forward", "backward", "optimizer.step")
 
-#: Where frames are not the user's: this package, Python's own and what is installed there, torch.
+#: Prefixes of frames that are not the user's: this package, Python and its packages, torch.
 _FOREIGN = (
     *(str(Path(file).parent) + os.sep for file in (str(Path(__file__).parents[1]), threading.__file__, torch.__file__)),
     "<",
 )
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Frames of torch that stand around what was called.
+# Wrappers in torch around the called function.
 _WRAPPERS = {"wrapper", "decorate_context", "inner", "fn", "nonrecursive_disable_wrapper"}
-_WALKS = str(Path("utils", "_pytree.py"))  # which this package calls to look into arguments
+_WALKS = str(Path("utils", "_pytree.py"))  # used by this package to look into arguments
 
 _names: dict[CodeType, str] = {}
 _thread = threading.local()
 
 
 class CallSite(NamedTuple):
-    """Say where a thread is: within ``call``, a collective by its name, and at ``line`` of the user's code."""
+    """Locate a thread: within ``call``, a collective by its name, and at ``line`` of the user's code."""
 
     call: str = ""
     line: str = ""
 
 
 class ExitRecorder(Protocol):
-    """Record the last call that a rank left by an exception: the board."""
+    """Record the last call that a rank left by an exception; implemented by the status board."""
 
     def record_exit(self, call: str, error: BaseException | None) -> None:
         """Record that this rank has left ``call`` by ``error``."""
@@ -57,7 +57,7 @@ class ExitRecorder(Protocol):
 
 
 def named_call(name: str) -> Callable[[_Function], _Function]:
-    """Let errors of ranks that wait for each other speak of a function as ``name``; the function stays what it is."""
+    """Name a function for errors of ranks that wait for each other; the function is not changed."""
 
     def register(function: _Function) -> _Function:
         _names[inspect.unwrap(function).__code__] = name
@@ -69,7 +69,7 @@ def named_call(name: str) -> Callable[[_Function], _Function]:
 def collective_call(name: str) -> Callable[[_Function], _Function]:
     """Name a public collective call as :func:`named_call` does, and record the exceptions that leave it.
 
-    A wrapper stands around the call. Hooks, many a step, are ``named_call`` only: what makes them tells the board.
+    This adds a wrapper. Hooks, called many times per step, use ``named_call`` alone: their engine records for them.
     """
     exits = _ExitRecording(name)
 
@@ -92,7 +92,7 @@ def collective_call(name: str) -> Callable[[_Function], _Function]:
 
 
 class _ExitRecording(AbstractContextManager[None]):
-    """Record exceptions that leave the block, which runs the call ``name``, where the calling thread uses a world."""
+    """Record exceptions that leave the call ``name``, if the calling thread uses a world."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,7 +109,7 @@ class _ExitRecording(AbstractContextManager[None]):
 
 
 def record_exits(recorder: ExitRecorder) -> None:
-    """Have ``recorder`` record which collective calls the calling thread leaves by an exception."""
+    """Make ``recorder`` record the collective calls that the calling thread leaves by an exception."""
     _thread.recorder = recorder
 
 
@@ -119,12 +119,12 @@ def _get_exit_recorder() -> ExitRecorder | None:
 
 
 def set_failure(text: str) -> None:
-    """Have errors of other ranks that wait for the calling thread say what it has raised; ``""``: nothing more."""
+    """Set the exception to add to errors of ranks that wait for the calling thread; ``""``: none."""
     _thread.failure = text
 
 
 def find_call_site() -> CallSite:
-    """Return where the calling thread is: the outermost collective that the user's innermost frame called, if any."""
+    """Return the calling thread's place: the outermost collective that the user's innermost frame called, if any."""
     frame: FrameType | None = sys._getframe(1)
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
@@ -135,9 +135,10 @@ def find_call_site() -> CallSite:
 
 
 def find_torch_call() -> CallSite:
-    """Return the function of torch's Python that the user's innermost frame called, "" if none, and that frame's line.
+    """Return the function of torch's Python code that the user's innermost frame called, "" if none, and that frame's
+    line.
 
-    ``torch.optim.AdamW.step``, ``clip_grad_norm_``: what somebody did whom an operator's name tells nothing.
+    Examples: ``torch.optim.AdamW.step``, ``clip_grad_norm_``. An operator's name alone would tell the user little.
     """
     frame: FrameType | None = sys._getframe(1)
     call = ""
@@ -153,7 +154,7 @@ def find_torch_call() -> CallSite:
 
 
 def _format_class_prefix(owner: object) -> str:
-    """Return the name of an object's class before a method's: torch's own with their package, none without one."""
+    """Return the class name of a method's object as a prefix: with the package for torch's classes; "" for None."""
     if owner is None or isinstance(owner, torch.Tensor):
         return "" if owner is None else "Tensor."
     home, _, rest = type(owner).__module__.partition(".")
@@ -166,6 +167,6 @@ def _format_frame_line(frame: FrameType | None) -> str:
 
 
 def error_subject(operation: str, rank: int) -> str:
-    """Return what an error of ``rank`` in ``operation`` is about: the user's call, where the thread is within one."""
+    """Return the subject of an error of ``rank`` in ``operation``, with the user's call if the thread is in one."""
     call = find_call_site().call
     return f"{call} on rank {rank}, in {operation}" if call else f"{operation} on rank {rank}"

@@ -1,8 +1,7 @@
-"""Forks: a child of ``os.fork`` has its parent's memory, but neither its threads nor its place among the ranks.
+"""Guard against forks: a child of ``os.fork`` has its parent's memory, but not its threads, and is no rank.
 
-Objects of a rank remember the process they were made in. In a child, such as a DataLoader's worker, closing them does
-nothing, so that the child ends as any other process does; whatever would reach other ranks raises a
-:class:`StateError`.
+Objects of a rank remember the process that made them. In a child, such as a DataLoader's worker, closing them does
+nothing, so that the child can exit normally; any operation that would reach other ranks raises a :class:`StateError`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from npuzero.errors import StateError
 
 
 class CreatingProcess:
-    """Remember the process in which something was made."""
+    """Remember the process that made an object."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def left(self) -> bool:
-        """Return whether this process is a forked child of that one."""
+        """Return whether this process is a forked child of that process."""
         return self._pid != os.getpid()
 
 
@@ -51,7 +50,7 @@ def forked_world_error(subject: str) -> StateError:
 
 
 def has_inherited_group() -> bool:
-    """Return whether torch.distributed's default group is this process's by a fork only."""
+    """Return whether this process has torch.distributed's default group only by a fork."""
     return dist.is_available() and dist.is_initialized() and dist.group.WORLD is _inherited
 
 
@@ -59,8 +58,8 @@ _inherited: Any = None
 
 
 def _keep_groups() -> None:
-    # torch's groups end by joining threads, which do not exist in a child: it would hang or die of it. So they, and the
-    # stores they met by, stay for ever.
+    # torch's groups join threads at their end. A child does not have these threads, and would hang or crash. So the
+    # groups and their stores are never freed in it.
     global _inherited
     if not (dist.is_available() and dist.is_initialized()):
         return

@@ -1,16 +1,16 @@
-"""The board: tells ranks that wait for each other in different places where each of them is.
+"""Detect deadlocks by a status board, where each rank posts its waits, and report the place of every rank.
 
-Each rank has one slot. It says where the rank's threads wait, and how often the rank has come to each place. A wait is
-written there once it has lasted for ``PATIENCE_S``, so a healthy step costs nothing. A rank that waits looks at the
-board.
+Each rank has one slot on the board. It lists the waits of the rank's threads, and counts the operations that the rank
+has reached at each place. A wait is posted after ``PATIENCE_S``, so a healthy step costs nothing. A waiting rank reads
+the board.
 
 Invariants:
-    * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, however
-      long, may still come anywhere;
-    * a wait is taken off the board before its thread goes on, and counts only grow. So where each of some ranks waits
-      for one of them that has not come, or for one that has ended, none of them will ever go on, and all are told;
-    * a rank that left a call by an exception may still come: its program may have caught the exception. The slot says
-      so until the rank calls again, and who waits for it longer than ``WARN_S`` warns, once.
+    * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, for
+    however long, may still reach any operation;
+    * a wait is removed from the board before its thread continues, and counts only grow. So if each rank of a set waits
+    for a rank of the set that has not arrived, or for one that has ended, the set is deadlocked, and all ranks raise;
+    * a rank that left a call by an exception may still arrive: its program may have caught the exception. Its slot
+    shows the exception until the rank calls again; a rank that waits for it longer than ``WARN_S`` warns, once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from npuzero.comm.watchdog.call_names import STEP, CallSite, error_subject, find
 from npuzero.device.lane import LaneThread, Patience
 from npuzero.errors import CollectiveError
 
-#: Seconds that a wait may last before it is written on the board.
+#: Seconds that a wait may last before it is posted on the board.
 PATIENCE_S = 0.5
 
-#: Seconds between two looks at the board: at first, and at most. The last to come looks soon, so the others need not.
+#: Seconds between two reads of the board: at first, and at most. The last rank to arrive reads early for all ranks.
 _LOOK_S = 0.25
 _LOOK_MOST_S = 1.0
 
-#: Letters of an exception's text that are kept.
+#: Characters of an exception's text that are kept.
 _TEXT = 300
 
-#: Seconds that a wait may last before a rank is named that left a call by an exception and has not called again.
+#: Seconds that a wait may last before it warns of a rank that left a call by an exception and has not called again.
 WARN_S = 10.0
 
 #: Seconds between two calls of ``WaitWatcher.look`` by a thread that polls.
@@ -44,7 +44,7 @@ SLICE_S = 0.05
 
 
 class CommunicatorFailure(NamedTuple):
-    """Say why communicators are broken, for a CollectiveError; ``origin`` is the rank that found out."""
+    """Describe why communicators are broken, for a CollectiveError; ``origin`` is the rank that detected it."""
 
     kind: str
     origin: int
@@ -66,7 +66,7 @@ def make_abort_failure(rank: int, reason: str) -> CommunicatorFailure:
 
 
 class Rendezvous(NamedTuple):
-    """Name the ``number``-th time that ``ranks`` come to ``place``; ``text`` says it for people."""
+    """Name the ``number``-th operation of ``ranks`` at ``place``; ``text`` describes it in messages."""
 
     place: str
     number: int
@@ -75,14 +75,14 @@ class Rendezvous(NamedTuple):
 
 
 class PendingWait(NamedTuple):
-    """Record that a thread waits in ``meeting`` since ``since_s`` (time.time), and from ``where`` it was called."""
+    """Record that a thread waits in ``meeting`` since ``since_s`` (time.time), called from ``where``."""
 
     meeting: Rendezvous
     since_s: float
     where: CallSite = CallSite()
 
     def text(self, size: int, missed: str = "") -> str:
-        """Return it in words, in a world of ``size`` ranks, some of which have left the call ``missed`` out."""
+        """Return the wait as text, in a world of ``size`` ranks; some of them have not called ``missed``."""
         ranks, call = self.meeting.ranks, self.where.call
         among = f" among {format_rank_list(ranks)}" if len(ranks) < size else ""
         operation = f"{self.meeting.text}{among}"
@@ -101,7 +101,7 @@ class CallExit(NamedTuple):
     at_s: float
 
     def text(self) -> str:
-        """Return it in words."""
+        """Return the exit as text."""
         line = self.where.line and f", called at {self.where.line},"
         return (
             f"left {self.where.call}{line} by {self.error} at {_format_clock_time(self.at_s)}, and has called "
@@ -129,17 +129,17 @@ class StatusStore(Protocol):
     """Store the slots of all ranks."""
 
     def write(self, slot: RankStatus) -> None:
-        """Make ``slot`` this rank's."""
+        """Set the slot of this rank."""
 
     def read(self) -> list[RankStatus]:
         """Return all slots, by rank."""
 
     def failure(self) -> CommunicatorFailure | None:
-        """Return why the world is broken; None while it is not."""
+        """Return why the world is broken; None if it is not."""
 
 
 class NullStatusStore:
-    """Store nothing: the slots of a rank alone."""
+    """Store nothing, for a rank without other ranks."""
 
     def write(self, slot: RankStatus) -> None:
         return
@@ -152,9 +152,10 @@ class NullStatusStore:
 
 
 def find_stuck_ranks(slots: Sequence[RankStatus]) -> list[int]:
-    """Return the ranks that wait for what can never come, in ascending order."""
-    # Suspect all ranks that wait or have ended, and clear, until nothing changes, each with a wait that may end: every
-    # rank it needs has come or is no suspect. Those left wait for each other or for ranks that have ended.
+    """Return the deadlocked ranks in ascending order: none of their waits can ever end."""
+    # Start with all ranks that wait or have ended. Remove each rank with a wait that may end, because every rank that
+    # it needs has arrived or is not in the set, until the set is stable. The rest waits for each other or for ended
+    # ranks.
     found = {rank for rank, slot in enumerate(slots) if slot.waits or slot.ended}
 
     def may_resolve(wait: PendingWait) -> bool:
@@ -167,14 +168,14 @@ def find_stuck_ranks(slots: Sequence[RankStatus]) -> list[int]:
 
 
 class HangDetector:
-    """Keep one rank's view of the board of its world.
+    """Record the waits of one rank, and read the status board of its world.
 
     Args:
-        arrived: how often this rank has come to each place.
-        fail: breaks the world, for all ranks, and for good.
+        arrived: returns the number of operations that this rank has reached at each place.
+        fail: breaks the world, for all ranks, permanently.
 
     Attributes:
-        warn_s: seconds that a wait may last before ranks are named that left a call by an exception.
+        warn_s: seconds that a wait may last before it warns of ranks that left a call by an exception.
     """
 
     def __init__(
@@ -199,14 +200,15 @@ class HangDetector:
         self.warn_s = WARN_S
 
     def enter(self) -> None:
-        """Register the calling thread as one that uses the world; once for each thread."""
+        """Register the calling thread as a user of the world, once per thread."""
         record_exits(self)
         self.clear_exit()
         if getattr(self._here, "known", False):
             return
         self._here.known = True
         thread = threading.current_thread()
-        # A lane does what another thread started; torch's own threads (of autograd) work while another waits for them.
+        # A lane runs work of another thread. torch's own threads (of autograd) work while another thread waits for
+        # them.
         if not isinstance(thread, (LaneThread, threading._DummyThread)):
             with self._lock:
                 self._threads.add(thread)
@@ -214,27 +216,27 @@ class HangDetector:
 
     def close(self) -> None:
         """Record that this rank has left the world."""
-        with self._lock, suppress(CollectiveError):  # the board may have gone with its store
+        with self._lock, suppress(CollectiveError):  # the board is gone if its store is
             self._put(RankStatus((), self._arrived(), "has ended"))
 
     def post(self, wait: PendingWait) -> None:
-        """Write where the calling thread waits."""
+        """Write the calling thread's wait to the board."""
         with self._lock:
             self._waits[threading.current_thread()] = wait
             self._write()
 
     def withdraw(self) -> None:
-        """Erase the calling thread's wait."""
+        """Remove the calling thread's wait."""
         with self._lock:
             self._waits.pop(threading.current_thread(), None)
             self._write()
 
     def record_exit(self, call: str, error: BaseException | None) -> None:
-        """Record that this rank has left ``call`` by ``error``; None: by an exception that cannot be told."""
+        """Record that this rank has left ``call`` by ``error``; None: by an unknown exception."""
         if isinstance(error, (CollectiveError, GeneratorExit)):
-            return  # all ranks know of the first, and the second is no error
+            return  # a CollectiveError is known to all ranks, and GeneratorExit is no error
         text = "an exception" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-        with self._lock, suppress(CollectiveError):  # the board may have gone with its store
+        with self._lock, suppress(CollectiveError):  # the board is gone if its store is
             self._left = CallExit(CallSite(call, find_call_site().line), text[:_TEXT], time.time())
             self._write()
 
@@ -247,7 +249,7 @@ class HangDetector:
             self._write()
 
     def warn_of_exits(self, slots: Sequence[RankStatus], subject: str, waited_s: float) -> None:
-        """Warn, once for each, of ranks that left a call by an exception; the first rank that waits does."""
+        """Warn, once per exit, of ranks that left a call by an exception. Only the first waiting rank warns."""
         if waited_s < self.warn_s or self.rank != next((rank for rank, slot in enumerate(slots) if slot.waits), None):
             return
         told = {(rank, slot.left) for rank, slot in enumerate(slots) if slot.left is not None and not slot.ended}
@@ -260,7 +262,7 @@ class HangDetector:
             warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def failure(self, *, known: bool = False) -> CommunicatorFailure | None:
-        """Return why the world is broken, if it is; with ``known``, only if this rank has already heard of it."""
+        """Return why the world is broken, if it is; with ``known``, only a failure that this rank has already seen."""
         if self._failure is None and not known:
             self._failure = self._slots.failure()
             if self._failure is not None:
@@ -270,7 +272,7 @@ class HangDetector:
     def cause(self, expected: str, got: str) -> CommunicatorFailure | None:
         """Return why other ranks may have broken a connection: the world is broken, or some ranks have left it."""
         deadline_s = time.monotonic() + PATIENCE_S
-        with suppress(CollectiveError):  # the board may have gone with its store
+        with suppress(CollectiveError):  # the board is gone if its store is
             while time.monotonic() < deadline_s:
                 failure = self.failure()
                 gone = {rank: slot.ended for rank, slot in enumerate(self.read()) if slot.ended and rank != self.rank}
@@ -281,19 +283,17 @@ class HangDetector:
                     failure = CommunicatorFailure(kind, self.rank, expected, f"{who} ({got})", do)
                 if failure is not None:
                     return failure
-                time.sleep(SLICE_S)  # a process that has closed its connections is not dead yet
+                time.sleep(SLICE_S)  # a process that has closed its connections may still be exiting
         return None
 
     def read(self) -> list[RankStatus]:
-        """Return the slots of all ranks, this rank's as it is now."""
+        """Return the slots of all ranks, after updating this rank's."""
         with self._lock:
             self._write()
         return self._slots.read()
 
     def linger(self, stuck: Mapping[int, RankStatus]) -> None:
-        """Wait a little for the other ``find_stuck_ranks`` ranks to hear of it: a rank that ends now would seem the
-        cause.
-        """
+        """Wait a little until all ``stuck`` ranks know of it: if this rank ended now, it would seem the cause."""
         deadline_s = time.monotonic() + 2 * _LOOK_MOST_S
         while time.monotonic() < deadline_s:
             now = self._slots.read()
@@ -302,11 +302,11 @@ class HangDetector:
             time.sleep(SLICE_S)
 
     def condemn(self, slots: Sequence[RankStatus]) -> CommunicatorFailure | None:
-        """Break the world, in which some ranks are stuck."""
+        """Break the world, because some ranks are deadlocked."""
         return self.say("diverged", dict(enumerate(slots)))
 
     def say(self, kind: str, slots: Mapping[int, RankStatus]) -> CommunicatorFailure | None:
-        """Break the world by a failure of ``kind`` that says where the ranks of ``slots`` are."""
+        """Break the world by a failure of ``kind`` with the places of the ranks of ``slots``."""
         missed = _find_missed_call(slots)
         expected = "all ranks to do the same, in the same order"
         do = "Look for a branch that only some ranks take: save, load, export, clip, step and evaluate on every rank."
@@ -329,10 +329,11 @@ class HangDetector:
 
 
 class WaitWatcher:
-    """Watch one wait of one thread: it calls :meth:`look` some times a second, and :meth:`end` before it goes on.
+    """Watch one wait of one thread: it calls :meth:`look` several times per second, and :meth:`end` before it
+    continues.
 
     Args:
-        board: None: there is none, and nobody is told.
+        board: the status board; None: nothing is posted or read.
     """
 
     def __init__(self, board: HangDetector | None, meeting: Rendezvous, rank: int) -> None:
@@ -348,7 +349,7 @@ class WaitWatcher:
 
     @property
     def subject(self) -> str:
-        """Return what an error of the wait is about."""
+        """Return the subject of an error of the wait."""
         return error_subject(self._wait.meeting.text, self._rank)
 
     def __enter__(self) -> WaitWatcher:
@@ -358,19 +359,19 @@ class WaitWatcher:
         self.end()
 
     def look(self) -> CommunicatorFailure | None:
-        """Return why the wait is in vain, if that is known."""
+        """Return why the wait can never end, if that is known."""
         board = self._board
         if board is None or time.monotonic() < self._next_s or isinstance(threading.current_thread(), LaneThread):
             return None
         try:
             return self._look(board)
-        except CollectiveError:  # the board has gone with its store: the wait may still end well
+        except CollectiveError:  # the board is gone with its store: the wait may still end normally
             return None
         finally:
             self._next_s = time.monotonic() + self._pause_s
 
     def end(self) -> None:
-        """Take the wait off the board."""
+        """Remove the wait from the board."""
         if self._board is not None and self._posted:
             self._posted = False
             try:
@@ -381,15 +382,15 @@ class WaitWatcher:
                 return
 
     def explain(self, failure: CommunicatorFailure) -> CommunicatorFailure:
-        """Return where all ranks of the meeting are, whose operations did not match; ``failure`` where that is known.
+        """Return a failure with the places of all ranks of mismatched operations, or ``failure`` if they are not known.
 
-        Waits, for a moment, until all of them have come to say so.
+        Waits briefly until all these ranks have posted their place.
         """
         board = self._board
         if board is None or not find_call_site().call:
             return failure
         deadline_s = time.monotonic() + 2 * _LOOK_MOST_S
-        with suppress(CollectiveError):  # the board may have gone with its store
+        with suppress(CollectiveError):  # the board is gone if its store is
             self._post(board)
             while time.monotonic() < deadline_s:
                 slots = dict(enumerate(board.read()))
@@ -426,9 +427,9 @@ class WaitWatcher:
 
 
 def make_patient_wait(watch: Callable[[], WaitWatcher], check: Callable[[], object] = lambda: None) -> Patience:
-    """Return the function by which a lane's steps with other ranks are waited for: a long wait goes on the board.
+    """Return a wait function for a lane's steps that need other ranks: a long wait is posted on the board.
 
-    ``check`` is called in long waits, and raises where what is waited for has failed meanwhile.
+    ``check`` is called in long waits, and raises if the operation has failed.
     """
 
     def wait(event: threading.Event) -> None:
@@ -445,7 +446,7 @@ def make_patient_wait(watch: Callable[[], WaitWatcher], check: Callable[[], obje
 
 
 def _find_missed_call(slots: Mapping[int, RankStatus]) -> str:
-    """Return the call that some ranks are in and others have left out; "" where that cannot be told."""
+    """Return the call that some ranks are in and others have left out; "" if it is ambiguous."""
     calls = [{wait.where.call for wait in slot.waits} for slot in slots.values()]
     known = {call for of_rank in calls for call in of_rank if call}
     beside = known.difference(STEP) or known & {"optimizer.step"}
@@ -454,8 +455,8 @@ def _find_missed_call(slots: Mapping[int, RankStatus]) -> str:
 
 
 def _describe_statuses(slots: Mapping[int, RankStatus], missed: str) -> str:
-    """Say where each rank is, and since when, those that are in the same place together; ``missed``: see above."""
-    ranks_by_text: dict[str, list[int]] = {}  # of many ranks most wait in one place, and few lines can be read
+    """Describe the place of each rank and its time, grouped by place; ``missed``: the missed call, or ""."""
+    ranks_by_text: dict[str, list[int]] = {}  # grouped, since most of many ranks wait in one place
     for rank, slot in slots.items():
         waits = " and ".join(wait.text(len(slots), missed) for wait in slot.waits)
         ended = slot.ended and slot.ended + (missed and f" without {missed}")
@@ -474,5 +475,5 @@ def _format_clock_time(time_s: float) -> str:
 
 
 def format_rank_list(ranks: Sequence[int]) -> str:
-    """Return ranks in words, of many the first ones."""
+    """Return ranks as text; of many the first ones."""
     return "rank " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
