@@ -1,2 +1,1 @@
-"""Implement collectives: over shared memory, process groups (gloo, nccl, hccl), axes of groups, and for one rank."""
-rank."""
+"""Implement collectives: over shared memory, process groups (gloo, nccl, hccl), hierarchical, and for one rank."""

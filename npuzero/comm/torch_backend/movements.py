@@ -108,7 +108,7 @@ class MovementCollectives(ShmGroupBase):
         )
 
     def _tagged(self, tag: int) -> Communicator:
-        """Return a separate communicator for each of torch's tags: sends with different tags do not wait in one queue."""
+        """Return a separate communicator for each of torch's tags: different tags do not share a queue."""
         return self._world.communicator(range(self._group.size), f"tag {tag}")
 
     def _exchange_parts(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
