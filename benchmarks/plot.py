@@ -1,4 +1,4 @@
-"""The picture of the figures: a dot for each ratio, beside parity and goals; each panel says which side is better.
+"""The picture of the figures: a dot per ratio, with parity and goals; each panel states which side is better.
 
 python -m benchmarks.plot RECORD... --out docs/nvme.png     # of states on a disk: see tiers.py
 """
@@ -27,9 +27,9 @@ from npuzero.bench import Record, Result
 from npuzero.cli.output.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, add_caption
 
 _ROW_INCHES, _PANEL_INCHES, _HEAD_INCHES = 0.27, 0.95, 1.1
-_WAY = ", read in place"  # of two figures of one collective: a row has both
+_WAY = ", read in place"  # the suffix of the second of two figures of one collective: one row shows both
 
-#: How a value is drawn: its colour, what its dot is filled with, the dot.
+#: The look of a value: colour, fill and shape of its dot.
 Look = tuple[str, str, str]
 NPUZERO, SLOTS, PEER = (OWN, OWN, "o"), (OWN, PAPER, "o"), (OTHER, OTHER, "s")
 LEGEND = {"npuzero": NPUZERO, "npuzero, plain tensors (one copy more)": SLOTS, "others": PEER}
@@ -40,10 +40,10 @@ class PanelRow:
     """Describe a line of a panel.
 
     Attributes:
-        label: left of it.
-        dots: values by their look; several of one look are a range.
-        goal: None where there is none.
-        note: right of it.
+        label: to its left.
+        dots: values by look; several values of one look form a range.
+        goal: None without a goal.
+        note: to its right.
     """
 
     label: str
@@ -54,13 +54,13 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """Describe rows on one axis.
+    """Describe rows on a shared axis.
 
     Attributes:
-        title: of no other panel.
-        axis: what the values are.
+        title: unique.
+        axis: label of the values.
         better: ``"right"`` or ``"left"``.
-        note: over the rows' notes.
+        note: heading of the rows' notes.
     """
 
     title: str
@@ -72,7 +72,7 @@ class FigurePanel:
 
 
 def plot_figures(results: Mapping[str, Result], path: Path, source: str = "") -> None:
-    """Draw all figures that ``results`` hold into the file ``path``; nothing where they hold none."""
+    """Draw all figures in ``results`` into the file ``path``; no file without figures."""
     with plt.rc_context(STYLE):
         figure = draw_figures(results, source)
         if figure is not None:
@@ -81,7 +81,8 @@ def plot_figures(results: Mapping[str, Result], path: Path, source: str = "") ->
 
 
 def draw_figures(results: Mapping[str, Result], source: str = "") -> Figure | None:
-    """Return the picture, a column for each part: kernels, and training steps beside their peers."""
+    """Return the picture with a column for kernels, and one for training steps and their peers."""
+    # Either column may be missing: records of single suites are drawn as well.
     columns = [column for column in (part(results) for part in (kernel_panels, peer_panels)) if column]
     if not columns:
         return None
@@ -105,7 +106,7 @@ def draw_figures(results: Mapping[str, Result], source: str = "") -> Figure | No
 
 
 def summarize_figures(results: Mapping[str, Result]) -> str:
-    """Return what the picture shows, in a line: a training step beside its peers', where it was measured."""
+    """Summarize the picture in one line: a training step and its peers', if measured."""
     for name, result in sorted(results.items()):
         own, others = ([slow for slow in _slowdowns(result).values() if slow[1] is look] for look in (NPUZERO, PEER))
         if name.startswith("peers/") and own and others:
@@ -116,7 +117,7 @@ def summarize_figures(results: Mapping[str, Result]) -> str:
 
 
 def kernel_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
-    """Return a panel for each group of figures that there is."""
+    """Return a panel for each group with figures."""
     panels = [
         FigurePanel("Ops", figure_rows(results, "ops"), "times as fast as torch or DeepSpeed", "right"),
         FigurePanel("Ops, of memory's bandwidth", figure_rows(results, "share"), "share of a plain pass", "right"),
@@ -136,10 +137,10 @@ def kernel_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
 
 
 def figure_rows(results: Mapping[str, Result], group: str) -> list[PanelRow]:
-    """Return a row for each ratio of ``group`` that there is; both ways of a collective in one."""
+    """Return a row for each available ratio of ``group``; both ways of a collective share one."""
     found: dict[str, PanelRow] = {}
     for figure in FIGURES:
-        timed = figure.group == group and (figure.presets or group != "step")  # not what a step holds
+        timed = figure.group == group and (figure.presets or group != "step")  # exclude the memory of a step
         values = figure.measured(results) if timed else []
         if not values:
             continue
@@ -151,7 +152,7 @@ def figure_rows(results: Mapping[str, Result], group: str) -> list[PanelRow]:
 
 
 def peer_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
-    """Return a panel for each comparison with peers, the quickest first."""
+    """Return a panel for each comparison with peers, fastest first."""
     panels = []
     for name, result in sorted(results.items()):
         if name.startswith("peers/"):
@@ -170,7 +171,7 @@ def peer_panels(results: Mapping[str, Result]) -> list[FigurePanel]:
 
 
 def describe_machine(machine: Mapping[str, Any] | None) -> str:
-    """Return on what a record was taken, in a line; nothing where it is not known."""
+    """Describe the machine of a record in one line; empty if unknown."""
     if machine is None:
         return ""
     facts = f"{machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}"
@@ -178,7 +179,7 @@ def describe_machine(machine: Mapping[str, Any] | None) -> str:
 
 
 def _slowdowns(result: Result) -> dict[str, tuple[float, Look]]:
-    """How many times as long as the baseline each contender takes, and how that is drawn."""
+    """Return each contender's slowdown relative to the baseline, and its look."""
     return {
         name: (result.slowdown(name).median, NPUZERO if name.startswith("npuzero") else PEER)
         for name in result.seconds
@@ -205,7 +206,7 @@ def _panel_height(panel: FigurePanel) -> float:
 
 
 def _draw_panel(axes: Axes, panel: FigurePanel) -> None:
-    """Draw one panel: dots and their ranges, goals, the line of parity, notes at the right."""
+    """Draw one panel: dots and their ranges, goals, the line of parity, notes on the right."""
     for place, row in enumerate(panel.rows):
         for (colour, fill, dot), values in row.dots.items():
             axes.plot([min(values), max(values)], [place, place], color=colour, linewidth=1.6, zorder=2)

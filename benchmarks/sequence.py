@@ -1,10 +1,10 @@
-"""A step on a sequence that ranks share, beside one on a sequence for each. From the repository's root, or installed::
+"""A step on a sequence shared by ranks, compared with one sequence per rank. From the repository's root, or installed::
 
     python -m benchmarks.sequence --out runs/bench/sequence.json         # about 3 minutes on two cores
 
-A layer of a Llama of transformers, as wide as larger models', under npuzero's ``isp``, in which two ranks share a
-sequence of 4,096 tokens, beside its ``zero3``, in which each has one of 2,048: as many tokens of a rank. Goal: 1.10 of
-its time. In attention tokens of the longer sequence look back twice as far; the record has how much more work that is.
+A layer of a Llama of transformers, as wide as in larger models. Under npuzero's ``isp`` two ranks share a sequence of
+4,096 tokens; under its ``zero3`` each has a sequence of 2,048, so that the tokens per rank are equal. Goal: 1.10 of
+zero3's time. In the longer sequence attention looks back twice as far; the record contains the ratio of the work.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def token_multiplications(sizes: LlamaSizes) -> float:
-    """Return the multiplications of a token's forward: of the Linears, and of causal attention, at the mean."""
+    """Return the multiplications of a token's forward: of the Linears, and of causal attention on average."""
     features = sizes.dim * sizes.key_value_heads // sizes.heads
     linears = sizes.layers * (2 * sizes.dim * (sizes.dim + features) + 3 * sizes.dim * sizes.hidden)
     head, attention = sizes.dim * sizes.vocabulary, sizes.layers * sizes.sequence * sizes.dim

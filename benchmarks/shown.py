@@ -1,10 +1,9 @@
-"""What pages show of commands and programs, beside what these print. From the repository's root:
+"""Update the outputs of commands and programs shown in pages. From the repository's root:
 
-    python -m benchmarks.shown docs/parallelism.md docs/planner.md      # writes the pages anew
+    python -m benchmarks.shown docs/parallelism.md docs/planner.md      # rewrites the pages
 
-A block of ``sh`` or ``python`` that a block of ``text`` follows says there what it prints. Commands are npuzero's, a
-line each, and may be followed by ``| grep -E 'PATTERN'``, which leaves the lines that have it; Python is a program of
-its own.
+A ``text`` block directly after an ``sh`` or ``python`` block shows its output. Commands are npuzero's, one per line,
+optionally followed by ``| grep -E 'PATTERN'``, which keeps matching lines; a Python block is a separate program.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _PIPE = re.compile(r"(?P<command>npuzero .*?)(?: \| grep -E '(?P<pattern>[^']*)'
 
 
 def rewrite_page(page: str) -> str:
-    """Return a page with what its commands and programs print now.
+    """Return a page with the current outputs of its commands and programs.
 
     Raises:
-        ValueError: a line that is no such command, or a command that failed.
+        ValueError: a line is not such a command, or a command failed.
     """
 
     def put(found: re.Match[str]) -> str:
@@ -45,17 +44,17 @@ def rewrite_page(page: str) -> str:
 
 
 def page_outputs(page: str) -> str:
-    """Return all that a page shows as printed."""
+    """Return all outputs shown in a page."""
     return "".join(found[3] for found in _SHOWN.finditer(page))
 
 
 def _command_lines(code: str) -> list[str]:
-    """Return the commands of a block, each on a line of its own after a backslash at its end."""
+    """Return the commands of a block, with backslash continuations joined."""
     return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def _run_shown_command(line: str) -> str:
-    """Return what a command prints, with the lines that a pattern leaves."""
+    """Return the output of a command, filtered by its pattern."""
     found = _PIPE.fullmatch(re.sub(r"\s+", " ", line.strip()))
     if found is None:
         raise ValueError(f"no command of npuzero's: {line}")

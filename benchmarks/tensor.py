@@ -1,13 +1,13 @@
-"""A training step over tensor ranks beside torch's, in the same rounds. From the repository's root, or installed::
+"""A training step over tensor ranks, and torch's, in the same rounds. From the repository's root, or installed::
 
     python -m benchmarks.tensor --out runs/bench/tensor.json                          # about 3 minutes on two cores
     python -m benchmarks.tensor --precision bf16 --out runs/bench/tensor-bf16.json
     python -m benchmarks.tensor --ranks 4 --out runs/bench/tensor-4.json              # tensor 2 x data 2
 
 A Llama of transformers with 32 M parameters, its layers divided over two tensor ranks, its training state sharded over
-the others: npuzero (mode mtp, stage 3, shared memory) beside torch's parallelize_module and FSDP2, over gloo and over
-npuzero's backend "shm". Each clips by the norm of all gradients and updates with AdamW. Goals: 0.8 of torch's time,
-and no more memory.
+data ranks: npuzero (mode mtp, stage 3, shared memory), and torch's parallelize_module and FSDP2, over gloo and over
+npuzero's backend "shm". Each clips by the norm of all gradients and updates with AdamW. Goals: 0.8 of torch's time, and
+at most its memory.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What a step's threads take of the cores, beside what compute only takes. From the repository's root::
+"""CPU time of a step's threads, compared with compute only. From the repository's root::
 
     python -m benchmarks.threads --out benchmarks/results/threads/VENDOR.json     # needs transformers
 
-A Llama of transformers (19 M parameters in 10 layers, bf16, batch 4 x 160) on 2 ranks, each a process with one thread
-for compute. On two cores whatever a collective's thread does, compute waits for. So beside the step's time, which wants
-an idle machine, each contender's ranks count what they did, which wants none: by thread the CPU time and the switches,
-and page faults. ``loop`` is the thread that computes, ``npuzero-comm`` those of the collectives, all else by its name.
+A Llama of transformers (19 M parameters in 10 layers, bf16, batch 4 x 160) on 2 ranks, each a process with one compute
+thread. On two cores compute waits for all work of a collective's thread. Step times need an idle machine; counts do
+not: each contender's ranks also count CPU time and context switches by thread, and page faults. ``loop`` is the compute
+thread, ``npuzero-comm`` are the collectives' threads, all other threads have their own names.
 
-What oneDNN may use of the processor decides how long compute takes: ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` leaves out
-AMX, and is in the record.
+The instruction sets that oneDNN may use determine compute time: ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` excludes AMX,
+and is in the record.
 
-A count is per step, the mean over the ranks. Voluntary switches are the times a thread went to sleep, involuntary ones
-those at which another took its core. CPU time of a thread that spins is as good as lost.
+Counts are per step, averaged over ranks. A voluntary switch is a thread going to sleep, an involuntary one the loss of
+its core to another thread. CPU time of a spinning thread is wasted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "compute only"
 CONTENDERS = {BASELINE: "compute", "npuzero zero2": "zero2", "npuzero zero3": "zero3"}
 
-#: What a thread's life is counted by, and the line of /proc/self/task/*/status that has it.
+#: Counters of a thread, and their lines in /proc/self/task/*/status.
 SWITCHES = {"sleeps": "voluntary_ctxt_switches:", "put aside": "nonvoluntary_ctxt_switches:"}
 
 
@@ -94,16 +94,16 @@ class LlamaWithLogits(nn.Module):
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> CountedRank:
-    """One rank, for npuzero.bench's worker; see benchmarks.step.work for the options."""
+    """Make one rank for npuzero.bench's worker; see benchmarks.step.work for the options."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return CountedRank(rank, options, LlamaWorkload)
 
 
 class CountedRank(StepRank):
-    """Takes steps, and tells what its threads did in them."""
+    """Take steps, and count the work of its threads."""
 
     def count(self, steps: int) -> dict[str, float]:
-        """Per step: seconds of CPU and switches of each kind of thread, page faults."""
+        """Return per step: CPU seconds and switches by kind of thread, and page faults."""
         before = thread_counts()
         for _ in range(steps):
             self.run()
@@ -112,14 +112,15 @@ class CountedRank(StepRank):
 
 
 def thread_counts() -> Counter[str]:
-    """What this process's threads have done since they began, as "<what> of <thread>"."""
+    """Return the counters of this process's threads since their start, as "<counter> of <thread>"."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: Counter[str] = Counter({"page faults": page_faults()})
     for task in Path("/proc/self/task").iterdir():
         thread = int(task.name)
         name = python.get(thread) or (task / "comm").read_text().strip()
         name = "loop" if thread == os.getpid() else name
-        # What clock_getcpuclockid(3) makes of a thread's id: schedstat has the same, where the kernel has it.
+        # The clock id of a thread, as clock_getcpuclockid(3) derives it; schedstat has the same value if the kernel has
+        # it.
         found[f"cpu_s of {name}"] += time.clock_gettime((~thread << 3) | 6)  # type: ignore[assignment]
         lines = dict(line.split()[:2] for line in (task / "status").read_text().splitlines() if "ctxt" in line)
         for what, line in SWITCHES.items():
@@ -144,13 +145,13 @@ def main() -> None:
 
 
 def measure_threads(options: argparse.Namespace) -> Result:
-    """Times all contenders in rounds, then counts each."""
+    """Time all contenders in rounds, then count each."""
     workload = LlamaWorkload.of(options)
     with ExitStack() as stack:
         teams = {name: stack.enter_context(thread_team(name, workload, options.ranks)) for name in CONTENDERS}
 
         def check() -> str:
-            """Both presets learn the same: how states are cut moves no bit."""
+            """Check that both presets learn the same: sharding does not change a bit."""
             two, three = (teams[name].ask("train", steps=3) for name in CONTENDERS if name != BASELINE)
             check_equal("zero3", torch.tensor(three), torch.tensor(two))
             return "losses of 3 steps under zero2 and zero3, to the bit"
@@ -167,7 +168,7 @@ def measure_threads(options: argparse.Namespace) -> Result:
 
 
 def thread_team(name: str, workload: GPTWorkload, ranks: int) -> Team:
-    """The ranks of a contender, on one thread each."""
+    """The ranks of a contender, with one thread each."""
     contender = f"benchmarks.step.contenders:{CONTENDERS[name]}"
     return Team(
         name,
@@ -180,13 +181,13 @@ def thread_team(name: str, workload: GPTWorkload, ranks: int) -> Team:
 
 
 def mean_counts(counted: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of all ranks."""
+    """The mean of the counts over all ranks."""
     keys = sorted({key for one in counted for key in one})
     return {key: statistics.fmean(one.get(key, 0.0) for one in counted) for key in keys}
 
 
 def threads_table(result: Result) -> str:
-    """For people."""
+    """Return the counts as a table, for people."""
     lines = [f"{result.title}; {len(result.seconds[BASELINE])} rounds; per step and rank"]
     for name in result.seconds:
         time, values = result.slowdown(name), result.values[name]

@@ -1,4 +1,4 @@
-"""The picture of training with states on a disk: what they add to a step, beside others', and memory over the steps.
+"""The picture of training with states on a disk: cost per step of each contender, and memory over the steps.
 
 python -m benchmarks.plot benchmarks/results/nvme-*.json benchmarks/results/highwater.json --out docs/nvme.png
 """
@@ -28,7 +28,7 @@ CALLED = {
     "mapped": "torch, memory-mapped",
     "mapped-dropped": "torch, memory-mapped,\nblock by block",
 }
-#: How many times npuzero's seconds the others are to take.
+#: Goal for competitors' seconds, in multiples of npuzero's.
 BEHIND = {"deepspeed": 2.0, "mapped": 3.0, "mapped-dropped": 3.0}
 _BAR_INCHES, _PANEL_INCHES, _HEAD_INCHES, _LEAST_INCHES = 0.42, 1.0, 1.3, 3.2
 
@@ -42,7 +42,7 @@ def plot_tiers(results: Mapping[str, Result], path: Path, source: str = "") -> N
 
 
 def draw_tiers(results: Mapping[str, Result], source: str = "") -> Figure:
-    """Return the picture: a panel for each precision's steps, and one of memory, of those that there are."""
+    """Return a panel for each precision's steps, and one of memory, if available."""
     steps = [result for name, result in sorted(results.items(), reverse=True) if name.startswith(STEP)]
     water = results.get(WATER)
     heights = [_PANEL_INCHES + _BAR_INCHES * len(drawn_costs(result)) for result in steps]
@@ -64,20 +64,20 @@ def draw_tiers(results: Mapping[str, Result], source: str = "") -> Figure:
 
 
 def drawn_costs(result: Result) -> dict[str, float]:
-    """Return what those that are drawn add to a step."""
+    """Return the seconds that drawn contenders add to a step."""
     found = added_seconds(result)
     return {name: found[name] for name in CALLED if name in found}
 
 
 def cost_ratios(result: Result) -> dict[str, float]:
-    """Return how many times what npuzero adds the others add."""
+    """Return the seconds added by competitors, in multiples of npuzero's."""
     found = added_seconds(result)
     own = found.get(find_exact_contender(result))
     return {} if own is None else {name: found[name] / own for name in BEHIND if name in found}
 
 
 def summarize_tiers(results: Mapping[str, Result]) -> str:
-    """Return what the picture shows, in a line."""
+    """Summarize the picture in one line."""
     times = [
         value for name, result in results.items() if name.startswith(STEP) for value in cost_ratios(result).values()
     ]
@@ -114,7 +114,7 @@ def _draw_costs(axes: Axes, result: Result) -> None:
 
 
 def _draw_memory(axes: Axes, result: Result) -> None:
-    """Draw what a process held after each step, its cap, and what was planned."""
+    """Draw the process's memory after each step, its cap, and the plan."""
     values, mb = result.values["npuzero"], 1e-6
     held = [nbytes * mb for nbytes in values["held_bytes"]]
     axes.plot(range(1, len(held) + 1), held, color=OWN, label=f"held, at most {values['peak_bytes'] * mb:.0f} MB")

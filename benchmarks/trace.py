@@ -1,9 +1,9 @@
-"""Draw one training step of each rank from a Chrome trace, to see what runs beside what::
+"""Draw one training step of each rank from a Chrome trace, to show what overlaps::
 
     python -m benchmarks.step --presets zero3 --batch 1 --rounds 1 --trace benchmarks/results/trace/step.json
     python -m benchmarks.trace benchmarks/results/trace/step.json --out docs/overlap.png
 
-Of a pipeline, the schedule as it ran under the schedule as planned::
+For a pipeline, draw the planned schedule above the executed one::
 
     python -m benchmarks.pipeline --rounds 1 --trace runs/trace/pipeline.json
     python -m benchmarks.trace runs/trace/pipeline.json --out runs/trace/pipeline.png
@@ -29,9 +29,9 @@ from npuzero.errors import ConfigError
 from npuzero.parallel.pipeline_parallel.schedule import PipelineSchedule, ScheduleTimeline, TimedAction, schedule
 
 PHASES = ("forward", "backward", "update")
-#: What the loop waits in, by category. It computes in the rest of a phase: a wait is never both.
+#: Waits of the training loop, by category. It computes in the rest of a phase: a wait is never both.
 WAITS = ("wait for gather", "wait for restore", "comm control")
-#: What runs beside the loop, a row each: the category of its spans, and its colour, which is that of what travels.
+#: Work that overlaps with the loop, one row each: category of the spans, and colour of the data that travel.
 COLLECTIVES = {
     "gathers": ("comm gather", PARTS["parameters"]),
     "reductions": ("comm reduce", PARTS["gradients"]),
@@ -40,13 +40,13 @@ COLLECTIVES = {
 LOOP = "the loop"
 WAITING: dict[str, Any] = {"facecolor": WORK["waiting"], "edgecolor": TEXT, "hatch": "//////", "linewidth": 0}
 _HEIGHT, _SMALL = 0.5, 8.5
-_SEEN = 1 / 700  # of a step: shorter waits are counted, and too thin to be drawn
-_NEAR = 1 / 50  # of a step: waits so near to each other share a label
+_SEEN = 1 / 700  # of a step: shorter waits are counted, but too narrow to draw
+_NEAR = 1 / 50  # of a step: waits this close to each other share a label
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Describe a time of one rank, in milliseconds from the begin of the step."""
+    """Describe a span of one rank, in milliseconds from the start of the step."""
 
     rank: int
     category: str
@@ -78,16 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured_timeline(events: Iterable[Mapping[str, Any]], table: PipelineSchedule) -> ScheduleTimeline:
-    """Return when the acts of a trace's last step ran, in seconds, on the first rank of those that share a stage.
+    """Return the execution times of a trace's last pipeline step, in seconds, on the first rank of each stage.
 
-    An act begins when what it takes has come; until then its rank waits.
+    An action begins when its input has arrived; until then its rank waits.
 
     Raises:
-        ConfigError: one of the schedule's acts is not in the trace.
+        ConfigError: an action of the schedule is not in the trace.
     """
     found = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     last = {(event["pid"], event["name"]): event for event in found}
-    # The ranks of a stage are neighbours: pipe is the outermost axis.
+    # The ranks of a stage are adjacent: pipe is the outermost axis.
     shared = len({event["pid"] for event in found if event["cat"] == "pipeline"}) // table.ranks
     acts = []
     for rank, row in enumerate(table.table):
@@ -112,9 +112,10 @@ def _span_seconds(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def last_step(events: Iterable[Mapping[str, Any]]) -> list[TraceSpan]:
-    """Return the spans that touch the trace's last step, from the first rank's forward to the last one's update."""
+    """Return the spans that intersect the trace's last step, from the first rank's forward to the last one's update."""
     found = [event for event in events if event["ph"] == "X"]
     phases = [event for event in found if event["cat"] == "step" and event["name"] in PHASES]
+    # Ranks drift against each other: the step spans from its first begin to its last end on any rank.
     ranks = {event["pid"] for event in phases}
     last = [
         max((e for e in phases if e["pid"] == rank and e["name"] == phase), key=lambda e: float(e["ts"]))
@@ -142,7 +143,7 @@ def subtract_spans(span: TraceSpan, gaps: Iterable[TraceSpan]) -> list[tuple[flo
 
 
 def merge_near_spans(spans: Iterable[TraceSpan], near: float) -> list[tuple[float, float]]:
-    """Return middle and length of what spans take that follow each other within ``near`` milliseconds."""
+    """Merge spans that follow each other within ``near`` milliseconds; return their middles and total lengths."""
     found: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         if found and span.begin - found[-1][-1].end < near:
@@ -153,28 +154,28 @@ def merge_near_spans(spans: Iterable[TraceSpan], near: float) -> list[tuple[floa
 
 
 def waiting_ms(spans: Iterable[TraceSpan]) -> float:
-    """Return for how long the loop waits, in milliseconds."""
+    """Return the milliseconds that the loop waits."""
     return sum(span.length for span in spans if span.category in WAITS)
 
 
 def communicating_ms(spans: Iterable[TraceSpan]) -> float:
-    """Return for how long collectives run, in milliseconds."""
+    """Return the milliseconds that collectives run."""
     kinds = {category for category, _ in COLLECTIVES.values()}
     return sum(span.length for span in spans if span.category in kinds)
 
 
 def summarize_trace(spans: Sequence[TraceSpan]) -> str:
-    """Return what the picture shows, in a line."""
+    """Summarize the picture in one line."""
     hidden = max(0.0, 1 - waiting_ms(spans) / communicating_ms(spans))
     return f"{hidden:.0%} of communication runs beside compute; for the rest the loop waits"
 
 
 def draw_trace(spans: Sequence[TraceSpan], facts: Mapping[str, Any]) -> Figure:
-    """Return the picture: a band for each rank, a row for its loop and one for each kind of collective.
+    """Return the picture: a band per rank, with a row for its loop and one per kind of collective.
 
     Args:
         spans: of one step.
-        facts: ``title`` and ``machine`` of the run, as far as they are known.
+        facts: ``title`` and ``machine`` of the run, if known.
     """
     ranks = sorted({span.rank for span in spans})
     figure, bands = plt.subplots(
@@ -206,6 +207,7 @@ def _draw_rank(axes: Axes, spans: Sequence[TraceSpan], end: float) -> None:
         parts = [(begin, until - begin) for begin, until in subtract_spans(phase, waits)]
         axes.broken_barh(parts, (-_HEIGHT / 2, _HEIGHT), color=WORK["compute"], linewidth=0)
         axes.vlines(phase.end, -_HEIGHT / 2, _HEIGHT / 2, color=PAPER, linewidth=2)
+        # A phase is labelled inside its longest part without a wait, or above it if that part is too short.
         begin, length = max(parts, key=lambda part: part[1])
         if length > end / 18:
             look = {"ha": "center", "va": "center_baseline", "color": text_colour(WORK["compute"]), "fontsize": 10}
@@ -228,7 +230,7 @@ def _draw_rank(axes: Axes, spans: Sequence[TraceSpan], end: float) -> None:
 
 
 def short_span_name(name: str) -> str:
-    """Return what is left of a span's name where its row says the rest: ``"gather blocks.3"`` is ``"3"``."""
+    """Return a span's name without the part that its row states: ``"gather blocks.3"`` becomes ``"3"``."""
     return {"parameters in use": "vote", "gradient norm": "norm"}.get(
         name, name.rpartition(" ")[2].partition("[")[0].rpartition(".")[2]
     )
@@ -239,7 +241,7 @@ def _place_label(span: TraceSpan, text: str) -> tuple[float, str]:
 
 
 def _draw_labels(axes: Axes, row: int, labels: Iterable[tuple[float, str]], end: float) -> None:
-    """Write a row's labels above its bars; one that would meet the one before it moves right, none leaves the axes."""
+    """Write a row's labels above its bars. Overlapping labels move right; none leaves the axes."""
     placed, free = [], 0.0
     for x, text in sorted(labels):
         width = end * (0.004 + 0.0064 * len(text))

@@ -1,10 +1,10 @@
-"""Memory and time of weights in and out of a cut model. From the repository's root, or installed::
+"""Memory and time of loading and exporting weights of a sharded model. From the repository's root, or installed::
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.weights --out build/weights.json
 
-A stack of equal matrices under stage 3 is initialised on meta, exported, and read from its files on meta again. Figures
-are of rank 0, in bytes: what it held at most beyond what it holds in the end (``initialise``, ``import``) or has held
-all along (``export``), beside the size of one tensor and of the whole model.
+A stack of equal matrices under stage 3 is initialised on meta, exported, and loaded from its files on meta again.
+Figures are rank 0's, in bytes: peak memory beyond the memory held at the end, compared with the size of one tensor and
+of the full model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Figures = dict[str, Any]
 
 
 def measure_weights(world: World, folder: Path, width: int, layers: int) -> Figures:
-    """Figures of ``layers`` matrices of ``width`` x ``width`` in float32; collective. Files stay in ``folder``."""
-    # What is made once, whatever the size: communicators, buffers of slots.
+    """Return the figures of ``layers`` float32 matrices of ``width`` x ``width``; collective. Files stay in ``folder``."""
+    # Allocate what does not depend on the size first: communicators, buffers of slots.
     warm = npuzero.zero(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 3, world=world)
     npuzero.export(warm, folder / "warm.safetensors")
     made, read = (_meta_linears(width, layers) for _ in range(2))
@@ -51,7 +51,7 @@ def _meta_linears(width: int, layers: int) -> nn.Module:
 
 
 def _measure_peak(world: World, work: Callable[[], Any]) -> Figures:
-    """What ``work`` left, and the most that it needed beyond that."""
+    """Return the memory that ``work`` left, and its peak beyond that."""
     device = world.device
     memory.reset_peak_bytes(device)
     begin_s, before = time.perf_counter(), memory.current_resident_bytes(device)
@@ -59,7 +59,7 @@ def _measure_peak(world: World, work: Callable[[], Any]) -> Figures:
     work()
     world.exchange(None)
     seconds, peak = time.perf_counter() - begin_s, memory.peak_resident_bytes(device)
-    memory.reset_peak_bytes(device)  # gives free memory back
+    memory.reset_peak_bytes(device)  # returns free memory to the system
     after = memory.current_resident_bytes(device)
     return {"seconds": seconds, "kept_bytes": after - before, "beyond_bytes": peak - after}
 

@@ -57,7 +57,7 @@ def main() -> None:
     peers = [name for name in options.contenders if name in contenders.CONTENDERS]
     missing: dict[str, str] = {}
     made: dict[str, Any] = {}
-    # An environment that cannot be created removes all of its peers, not the run.
+    # If an environment cannot be created, its peers are missing; the run continues.
     for environment in dict.fromkeys(map(environment_of, peers)):
         try:
             made[environment.name] = environment.ensure(options.pip)

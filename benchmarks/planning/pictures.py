@@ -6,7 +6,7 @@
     python -m benchmarks.planning.pictures fits --out docs/planner-fits.png
     python -m benchmarks.planning.pictures skew --out docs/planner-skew.png
 
-All but the first are arithmetic: nothing is run for them. Memory by plan is `npuzero plan --on ... --plot`.
+All but the first are computed without running anything. For memory by plan use `npuzero plan --on ... --plot`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ from npuzero.shard.build import build_steady_step
 
 ARITHMETIC = "Arithmetic of npuzero.planner; nothing was run."
 
-# -- a step as planned, beside the step as measured --------------------------------------------------------------------
+# -- planned and measured steps
+# -----------------------------------------------------------------------------------------
 
-#: What compute does with its time, in the order in which it is stacked.
+#: Compute time by kind, in stacking order.
 SPENT = {
     "products": (PARTS["parameters"], "matrix products"),
     "element-wise": (PARTS["states"], "element-wise work"),
@@ -74,12 +75,13 @@ SPENT = {
 
 
 def draw_planned_steps(record: Record) -> Figure:
-    """Return the picture of steps as planned, by what they spend, beside bars of those that were measured."""
+    """Return the picture of planned steps, by kind of time, next to bars of the measured steps."""
     results = [result for result in record.results if result.values.keys() <= planned_seconds(result).keys()]
     figure, panels = plt.subplots(1, len(results), figsize=(11, 4.6), squeeze=False, layout="constrained")
     for axes, result in zip(panels[0], results, strict=True):
         _draw_step_panel(axes, result)
     panels[0, 0].set_ylabel("milliseconds of a step")
+    # The legend lists only kinds of time that occur in some step.
     there = {part for r in results for v in r.values.values() for part, took in sum_waits(v["parts_s"]).items() if took}
     handles = [Patch(facecolor=colour, label=name) for part, (colour, name) in SPENT.items() if part in there]
     handles.append(Patch(facecolor=OTHER, label="measured, median and spread"))
@@ -99,12 +101,12 @@ def draw_planned_steps(record: Record) -> Figure:
 
 
 def planned_seconds(result: Result) -> dict[str, float]:
-    """Return by contender the planner's seconds."""
+    """Return the planner's seconds, by contender."""
     return {name: values["planned_s"] for name, values in result.values.items() if "planned_s" in values}
 
 
 def summarize_planned_steps(results: Sequence[Result]) -> str:
-    """Return how far the farthest planned step is from its measured one."""
+    """Return the largest error of a planned step."""
     apart = [
         abs(planned / statistics.median(result.seconds[name]) - 1)
         for result in results
@@ -114,7 +116,7 @@ def summarize_planned_steps(results: Sequence[Result]) -> str:
 
 
 def sum_waits(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds by :data:`SPENT`: all waits are one."""
+    """Return seconds by :data:`SPENT`, with all waits summed."""
     found = dict.fromkeys(SPENT, 0.0)
     for part, seconds in parts.items():
         found["wait" if part.startswith("wait for") else part] += seconds
@@ -149,7 +151,7 @@ BATCHES, WIDTHS = (1, 2, 4, 8, 16), (2048, 8192, 32768, 65536)
 
 
 def draw_efficiency() -> Figure:
-    """Return ZeRO-Infinity's figure 3: efficiency by the bandwidth that each kind of state has."""
+    """Return ZeRO-Infinity's figure 3: efficiency by the bandwidth of each kind of state."""
     panels: list[tuple[str, Sequence[float], dict[str, float]]] = [
         (
             "Parameters and gradients",
@@ -188,9 +190,10 @@ def draw_efficiency() -> Figure:
     return figure
 
 
-# -- tokens a second from 8 to 1,024 devices ---------------------------------------------------------------------------
+# -- tokens per second from 8 to 1,024 devices
+# ---------------------------------------------------------------------------
 
-#: Of InternEvo's rows: how they are named, and what a reader calls them.
+#: InternEvo's rows: prefix of their names, and display names.
 SERIES = {
     "tp=1 zero1=8": "states over 8 devices",
     "tp=1 zero1=-1": "states over all: broadcasts, owner by owner",
@@ -200,13 +203,13 @@ SERIES = {
 
 
 def table_series(table: PublishedTable, name: str) -> list[PublishedRun]:
-    """Return the rows of one series by their number of devices, those that are judged."""
+    """Return the judged rows of one series, by number of devices."""
     rows = [row for row in table.judged if row.name.startswith(f"{name}, ") and row.name.count(",") == 1]
     return sorted(rows, key=lambda row: row.ranks)
 
 
 def draw_scaling() -> Figure:
-    """Return tokens a second and device over the number of devices: lines as planned, dots as published."""
+    """Return tokens per second and device by number of devices: lines as planned, dots as published."""
     table = PublishedTable.named("internevo")
     figure, axes = plt.subplots(figsize=(10, 5.2), layout="constrained")
     apart = []
@@ -233,7 +236,7 @@ def draw_scaling() -> Figure:
     return figure
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
+# -- fitting batches ---------------------------------------------------------------------------------------------------
 
 FIT_ON, FIT_SEQUENCE, FIT_SIZES = "8x910b-64g", 4096, (1, 2, 4, 8, 16)
 FIT_ROWS = [
@@ -242,10 +245,11 @@ FIT_ROWS = [
 
 
 def draw_fits() -> Figure:
-    """Return which micro-batches fit under which plans, and how fast those are."""
+    """Return a map of micro-batches by plan: memory, and speed where they fit."""
     job = TrainingJob(from_size(7 * 10**9), Cluster.named(FIT_ON), FIT_SEQUENCE)
     estimator, gib = Estimator(job), 2.0**30
     limit = job.cluster.device.memory_bytes
+    # A rate stays NaN where the micro-batch does not fit; it is then drawn with the excess memory.
     held, rates = (np.full((len(FIT_ROWS), len(FIT_SIZES)), np.nan) for _ in range(2))
     for (i, (preset, recompute)), (j, size) in (
         (row, column) for row in enumerate(FIT_ROWS) for column in enumerate(FIT_SIZES)
@@ -299,7 +303,7 @@ SKEW_PRESETS = ("zero0", "zero1", "zero2", "zero3", "hpz", "hsdp", "thin")
 
 
 def disturbance_losses() -> dict[str, tuple[float, ...]]:
-    """Return by plan what each of :data:`DISTURBED` costs, as a part of a step."""
+    """Return the cost of each of :data:`DISTURBED` by plan, as a fraction of a step."""
     cluster, model, settings = Cluster.named(SKEW_ON), from_size(7 * 10**9), Settings()
     work = measure_workload(model, SKEW_SEQUENCE).units
     found = {}
@@ -323,7 +327,7 @@ def disturbance_losses() -> dict[str, tuple[float, ...]]:
     return found
 
 
-#: By what a panel is called: the disturbance of a step of so many seconds.
+#: By panel title: the disturbance, given the seconds of a step.
 DISTURBED: dict[str, Callable[[float], SlowLink | LateRank]] = {
     f"A link between nodes {SKEW_FACTOR:g} × slower": lambda step_s: SlowLink(SKEW_FACTOR),
     f"A link in a node {SKEW_FACTOR:g} × slower": lambda step_s: SlowLink(SKEW_FACTOR, "local"),
@@ -332,7 +336,7 @@ DISTURBED: dict[str, Callable[[float], SlowLink | LateRank]] = {
 
 
 def draw_skew() -> Figure:
-    """Return what one slow link, and one rank that comes late, cost a step under each plan."""
+    """Return the cost per step of one slow link, and of one late rank, under each plan."""
     found = disturbance_losses()
     figure, panels = plt.subplots(1, len(DISTURBED), figsize=(12, 4.2), sharey=True, layout="constrained")
     for at, (axes, title) in enumerate(zip(panels, DISTURBED, strict=True)):

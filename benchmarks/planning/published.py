@@ -1,10 +1,10 @@
-"""Published training runs, and what the clock says of them: other systems' mechanisms as data, the same arithmetic.
+"""Published training runs and the clock's predictions: other systems' mechanisms as data, with the same arithmetic.
 
-A table (``benchmarks/planning/tables``) holds rows that others have measured, and how their system works: which kernels
-beside products a layer has, in bytes; what tensor ranks send and wait for; how gradients are summed and parameters come
-back, and in which order a pipeline runs. How long each takes is asked where the engine's own clock asks:
+A table (``benchmarks/planning/tables``) holds published measurements and a description of the system: bytes of the
+kernels of a layer other than matrix products, communication of tensor ranks, the reduction of gradients, the return of
+parameters, and the pipeline's order. Durations come from the same functions as in the engine's own clock:
 :mod:`npuzero.planner.hardware.rates`, :mod:`npuzero.planner.hardware.network`, :mod:`npuzero.planner.timing.lanes`.
-Clusters are those that come with the package; none of their numbers is fitted to these tables.
+Clusters are those of the package; none of their numbers is fitted to these tables.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from npuzero.planner.hardware.rates import elementwise_s, find_link_name, produc
 from npuzero.planner.timing import lanes
 
 _FOLDER = Path(__file__).with_name("tables")
-_ITEM = 2  # bytes of an element of parameters, activations and gradients in all of these runs
+_ITEM = 2  # bytes per element of parameters, activations and gradients in all of these runs
 _REDUCE, _RESTORE = "reduce", "restore"
 
 
 @dataclass(frozen=True)
 class TrainingSystem:
-    """Describe how a system trains.
+    """Describe the training mechanisms of a system.
 
     Attributes:
         name: of the system.
-        matrices: of a feed-forward layer, 2, or 3 where it is gated.
-        forward, backward: bytes that the element-wise kernels of a layer read and write for each token: by what they
-            are proportional to. ``h``: the width; ``h/t``, ``inner/t``: the part of a tensor rank; ``as/t``: scores.
-        root_forward, root_backward: the same of what stands around the layers, by ``h`` and ``V/t``.
-        dtype: of products.
-        tensor_forward, tensor_backward: all_reduce of a layer's activations over tensor ranks, each waited for.
-        scores_backward: products of attention's scores in backward for each of forward; flash attention has some more.
-        accumulate: bytes that a micro-batch reads and writes for each parameter to add its gradient.
-        update: bytes that the update reads and writes for each parameter of a rank's own.
-        reduced: bytes that bringing gradients into buckets and back reads and writes for each parameter.
-        owners: whether parameters come back by broadcasts, one of each rank that owns any after another: whole tensors,
-            the largest first, each to the rank that has least.
-        matrices_owned, vectors_owned: tensors of a layer, and around the layers, for the number of owners.
-        vector_hop_s: latency of a hop between nodes of messages as short as vectors.
-        kernels: which ones these bytes are of, and where the mechanisms are from, in words.
+        matrices: of a feed-forward layer: 2, or 3 if it is gated.
+        forward, backward: bytes per token that the element-wise kernels of a layer read and write, by the size they are
+            proportional to. ``h``: the width; ``h/t``, ``inner/t``: a tensor rank's part; ``as/t``: scores.
+        root_forward, root_backward: the same for everything outside the layers, by ``h`` and ``V/t``.
+        dtype: of matrix products.
+        tensor_forward, tensor_backward: number of blocking all_reduces of a layer's activations over tensor ranks.
+        scores_backward: products of attention scores in backward per product in forward; flash attention has additional
+            ones.
+        accumulate: bytes per parameter read and written to add a micro-batch's gradient.
+        update: bytes per owned parameter read and written by the update.
+        reduced: bytes per parameter read and written to copy gradients into buckets and back.
+        owners: parameters return by consecutive broadcasts, one from each rank that owns any: full tensors are assigned
+            from the largest on, each to the rank with the least.
+        matrices_owned, vectors_owned: tensors per layer, and outside the layers, for the number of owners.
+        vector_hop_s: latency of a hop between nodes for messages as short as vectors.
+        kernels: description of these kernels and of the sources of the mechanisms.
     """
 
     name: str
@@ -76,15 +77,15 @@ class PublishedRun:
 
     Attributes:
         name: within its table.
-        published: what was measured, in the table's unit.
+        published: the measured value, in the table's unit.
         hidden, heads, layers, inner, vocabulary, sequence: of the model.
-        ranks, tensor, pipe, chunks: devices in all; along tensor and pipeline; stages of each rank.
-        micro_batch, micro_batches: sequences of a micro-batch, and micro-batches of a rank in a step.
-        recompute: whether layers compute their forward again in backward.
-        overlapped: whether gradients are summed over data ranks beside backward.
-        bucket: elements that are summed together.
-        owned: ranks among which the states of a data-parallel group are divided; 1: all keep all.
-        doubt: why it is not judged: what it contradicts; "" where nothing is wrong with it.
+        ranks, tensor, pipe, chunks: total devices; tensor and pipeline ranks; stages of each rank.
+        micro_batch, micro_batches: sequences of a micro-batch, and micro-batches of a rank per step.
+        recompute: layers recompute their forward in backward.
+        overlapped: the reduction of gradients over data ranks overlaps with backward.
+        bucket: elements reduced together.
+        owned: ranks that share the states of a data-parallel group; 1: states are replicated.
+        doubt: why it is not judged, for example a contradiction; "" if nothing is wrong with it.
     """
 
     name: str
@@ -113,7 +114,7 @@ class PublishedRun:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step, of all ranks."""
+        """Return the tokens per step of all ranks."""
         return self.data * self.micro_batches * self.micro_batch * self.sequence
 
 
@@ -122,11 +123,11 @@ class PublishedTable:
     """Hold one table.
 
     Attributes:
-        unit: ``"TFLOPS"`` a device, by the table's own count of FLOPs; or ``"tokens"`` a second and device.
-        source: where it was published.
-        cluster: on which it ran, without its number of devices.
-        rows: all of them, doubtful ones too.
-        missing: rows that cannot be had, and why.
+        unit: ``"TFLOPS"`` per device, by the table's own count of FLOPs; or ``"tokens"`` per second and device.
+        source: the publication.
+        cluster: without its number of devices.
+        rows: all rows, including doubtful ones.
+        missing: unavailable rows, with reasons.
     """
 
     name: str
@@ -139,21 +140,21 @@ class PublishedTable:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Return the tables that come with the package."""
+        """Return the names of the stored tables."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @classmethod
     def named(cls, name: str) -> PublishedTable:
-        """Return a table by its name.
+        """Return a table by name.
 
         Raises:
-            ConfigError: there is none, with the nearest name.
+            ConfigError: it does not exist; the error suggests the nearest name.
 
         Example::
 
-            from benchmarks.planning.published import Table
+            from benchmarks.planning.published import PublishedTable
 
-            table = Table.named("narayanan2021")
+            table = PublishedTable.named("narayanan2021")
             print([(row.name, row.published, table.predict(row)) for row in table.rows])
         """
         if name not in cls.names():
@@ -174,26 +175,26 @@ class PublishedTable:
 
     @property
     def judged(self) -> tuple[PublishedRun, ...]:
-        """Return the rows with which nothing is wrong."""
+        """Return the rows without doubts."""
         return tuple(row for row in self.rows if not row.doubt)
 
     def row(self, name: str) -> PublishedRun:
-        """Return a row by its name."""
+        """Return a row by name."""
         return next(row for row in self.rows if row.name == name)
 
     def predict(self, row: PublishedRun) -> float:
-        """Return what the clock says of a row, in the table's unit."""
+        """Return the clock's prediction of a row, in the table's unit."""
         step_s = self.step_s(row)
         if self.unit == "TFLOPS":
             return count_published_flops(row) / step_s / row.ranks / 1e12
         return row.tokens / step_s / row.ranks
 
     def errors(self) -> dict[str, float]:
-        """Return by row how far the clock is from what was published, as a part of that; doubtful rows left out."""
+        """Return the relative error of the clock by row, without doubtful rows."""
         return {row.name: self.predict(row) / row.published - 1 for row in self.judged}
 
     def calibrated(self, name: str) -> PublishedTable:
-        """Return the table on a cluster whose devices sustain as much as makes one row, ``name``, come out right."""
+        """Return the table on a cluster with the sustained rate that makes the row ``name`` exact."""
         row, low, high = self.row(name), 0.1, 1.0
         for _ in range(40):
             sustained = (low + high) / 2
@@ -202,7 +203,7 @@ class PublishedTable:
         return self.sustaining(low)
 
     def sustaining(self, sustained: float) -> PublishedTable:
-        """Return the table on devices that sustain another part of their peak."""
+        """Return the table on devices that sustain a different fraction of their peak."""
         device = replace(self.cluster.device, sustained=sustained)
         return replace(self, cluster=replace(self.cluster, device=device))
 
@@ -212,8 +213,9 @@ class PublishedTable:
 
 
 def count_published_flops(row: PublishedRun) -> float:
-    """Return the FLOPs of a step of all ranks as Narayanan et al. count them (arXiv:2104.04473, equation 3): 96 with
-    recomputation, 72 without.
+    """Return the FLOPs of a step of all ranks as counted by Narayanan et al. (arXiv:2104.04473, equation 3).
+
+    The factor is 96 with recomputation, 72 without.
     """
     times = 96 if row.recompute else 72
     h, s, layers = row.hidden, row.sequence, row.layers
@@ -236,7 +238,7 @@ class _RunTiming:
     cluster: Cluster
 
     def step_s(self) -> float:
-        """Return the seconds of a step: of the slowest stage of a pipeline, and what that waits for the others."""
+        """Return the seconds of a step: the slowest stage of a pipeline, and its waiting for other stages."""
         row = self.row
         stage = row.layers / row.pipe
         forward, backward = self._layer_s()
@@ -258,8 +260,9 @@ class _RunTiming:
         return self.row.micro_batch * self.row.sequence
 
     def _layer_s(self) -> tuple[float, float]:
-        """Return the seconds of a layer's forward and backward of a micro-batch; with recomputation that is backward's,
-        too.
+        """Return the seconds of a layer's forward and backward of a micro-batch.
+
+        With recomputation, backward includes a forward.
         """
         row, system = self.row, self.system
         h, t = row.hidden, row.tensor
@@ -272,7 +275,7 @@ class _RunTiming:
         return forward, backward + row.recompute * forward
 
     def _root_s(self) -> tuple[float, float]:
-        """Return the seconds of what stands around the layers: above all the logits."""
+        """Return the seconds of everything outside the layers, mainly the logits."""
         row, system = self.row, self.system
         products = self._products_s(2 * row.hidden * row.vocabulary / row.tensor * self.tokens)
         reduced = collective_s(self.cluster, self.mesh, "all_reduce", (TENSOR,), self.tokens * row.hidden * _ITEM)
@@ -301,7 +304,7 @@ class _RunTiming:
         return (4 * row.hidden**2 + self.system.matrices * row.hidden * row.inner) / row.tensor
 
     def _root_numel(self) -> float:
-        """Return the parameters around the layers of the rank that has most: of a pipeline an embedding alone."""
+        """Return the most parameters outside the layers on any rank: in a pipeline one embedding."""
         row = self.row
         tied = self.system.matrices == 2 or row.pipe > 1
         return (1 if tied else 2) * row.vocabulary * row.hidden / row.tensor
@@ -311,8 +314,10 @@ class _RunTiming:
         return elementwise_s(self.cluster.device, self.system.accumulate * numel)
 
     def _exchange_s(self) -> float:
-        """Return what a micro-batch waits for the stages beside its own: of each chunk the activations that come while
-        others go, then gradients; each rank of a node sends its part, and they gather the whole.
+        """Return a micro-batch's waiting time for adjacent stages.
+
+        Per chunk, activations are received while others are sent, then gradients; each rank of a node sends its part,
+        and the parts are all-gathered.
         """
         row = self.row
         if row.pipe == 1:
@@ -323,7 +328,7 @@ class _RunTiming:
         return 2 * row.chunks * (sent + whole)
 
     def _last_s(self, stage: float, forward: float, backward: float) -> float:
-        """Return the seconds of the last micro-batch and the update; gradients are summed beside backward, or after."""
+        """Return the seconds of the last micro-batch and the update; gradients are reduced during or after backward."""
         layers = max(1, round(stage))
         scale = stage / layers
         root_forward, root_backward = self._root_s()
@@ -339,7 +344,7 @@ class _RunTiming:
         yield from (lanes.UnitPass(unit, False) for unit in (*units, 0))
         yield lanes.DeviceWork("exchange", self._exchange_s())
         sizes = [self._root_numel(), *[scale * self._layer_numel()] * layers]
-        # An embedding has its gradient last, the head first: what is around the layers is full with the last of them.
+        # The embedding's gradient is last, the head's first: the bucket of both is full with the last layer's.
         order, filled, started = (0, *reversed(units)), 0.0, 0
         late: list[lanes.Step] = []
         for unit in order:
@@ -357,7 +362,7 @@ class _RunTiming:
         total = sum(sizes)
         yield lanes.DeviceWork("accumulate", elementwise_s(device, (system.accumulate + system.reduced) * total))
         yield from late
-        if row.pipe > 1:  # the embedding is the head's, too
+        if row.pipe > 1:  # the embedding is shared with the head
             seconds = collective_s(self.cluster, self.mesh, "all_reduce", (ENDS,), int(self._root_numel()) * _ITEM)
             yield lanes.DeviceWork("tied", seconds)
         yield lanes.AwaitCollectives(_REDUCE, started, _REDUCE, 0)
@@ -370,7 +375,7 @@ class _RunTiming:
         return lanes.LaneCollective(key, find_link_name(self.cluster, self.mesh, DATA), key, seconds, 1, key, 0)
 
     def _broadcasts(self, numel: float) -> Iterator[lanes.Step]:
-        """Yield a broadcast of each rank that owns any parameters."""
+        """Yield a broadcast from each rank that owns parameters."""
         row, system = self.row, self.system
         local = min(row.owned, self.mesh.local)
         mesh = replace(self.mesh, local=local, node=row.owned // local, pod=row.data // row.owned)
@@ -380,7 +385,7 @@ class _RunTiming:
         owners = min(row.owned, matrices)
         axes = ("node", "local")
         seconds = owners * collective_s(self.cluster, mesh, "broadcast", axes, int(numel / owners) * _ITEM)
-        short = min(row.owned - owners, vectors)  # ranks for which no matrix was left
+        short = min(row.owned - owners, vectors)  # ranks without a matrix
         if short and mesh.node > 1:
             quick = self.cluster.with_link("node", latency_s=system.vector_hop_s)
             seconds += short * collective_s(quick, mesh, "broadcast", axes, row.hidden * _ITEM)
@@ -390,10 +395,10 @@ class _RunTiming:
 
 
 def count_ordered_pairs(errors: Sequence[tuple[float, float]], apart: float = 0.05) -> tuple[int, int]:
-    """Return of the pairs that differ by more than ``apart`` how many are in the right order, and how many there are.
+    """Return how many pairs that differ by more than ``apart`` are in the right order, and their number.
 
     Args:
-        errors: of each row what was published, and what the clock says.
+        errors: published and predicted value of each row.
     """
     right = count = 0
     for i, (published, predicted) in enumerate(errors):

@@ -1,14 +1,13 @@
-"""Skew: what ranks that come late, and links that are slow, cost collectives and whole steps, to 16,384 ranks.
+"""Skew: the cost of late ranks and slow links for collectives and full steps, up to 16,384 ranks.
 
 A synchronous collective on a fixed schedule is deterministic: a message starts when both its ranks are ready, and takes
-the latency and the bytes of its link. So when each rank is done is a recurrence of maxima and sums, a max-plus product
-for each round, and no queue of events is needed. Of a ring, with the link that leads from rank r - 1 to rank r::
+its link's latency plus bytes over bandwidth. The finish time of each rank is therefore a recurrence of maxima and sums,
+a max-plus product per round, without an event queue. For a ring, with the link from rank r - 1 to rank r::
 
     t[r] = max(t[r], t[r - 1]) + latency[r] + bytes / bandwidth[r]
 
-A whole step under a plan is played for all ranks side by side: each computes by itself, and a collective begins when
-the last of its group is there. What runs on other lanes hides what it can; contention, and what is copied to other
-memories, are left out.
+A full step under a plan is replayed for all ranks in parallel: each computes independently, and a collective begins
+when the last rank of its group arrives. Other lanes overlap; contention and copies to other memories are ignored.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ Seconds = NDArray[np.float64]
 
 
 def ring_ends(starts: Seconds, step_s: Seconds, rounds: int) -> Seconds:
-    """Return when each rank of a ring is done.
+    """Return the finish time of each rank of a ring.
 
     Args:
-        starts: [..., n] seconds; several rings may stand side by side.
+        starts: [..., n] seconds; leading dimensions are separate rings.
         step_s: [..., n] seconds of one message from rank r - 1 to rank r.
         rounds: n - 1 for a gather or a scatter, twice that for an all_reduce.
 
@@ -60,7 +59,7 @@ def ring_ends(starts: Seconds, step_s: Seconds, rounds: int) -> Seconds:
         late = np.array([0.0, 0.0, 0.5, 0.0])
         print(ring_ends(late, np.full(4, 1e-3), rounds=3))
     """
-    ready = np.concatenate([starts[..., -1:], starts], axis=-1)  # the last rank stands before the first, too
+    ready = np.concatenate([starts[..., -1:], starts], axis=-1)  # the last rank also precedes the first
     done: Seconds = ready[..., 1:]
     for _ in range(rounds):
         done[...] = np.maximum(done, ready[..., :-1]) + step_s
@@ -69,13 +68,15 @@ def ring_ends(starts: Seconds, step_s: Seconds, rounds: int) -> Seconds:
 
 
 def hierarchical_ends(starts: Seconds, local_s: Seconds, node_s: Seconds) -> Seconds:
-    """Return when each rank is done with an all_reduce by level: a scatter on each node, an all_reduce between nodes of
-    the ranks with one index, a gather on each node.
+    """Return the finish time of each rank of a hierarchical all_reduce.
+
+    It is a scatter on each node, an all_reduce between nodes for the ranks with the same index, and a gather on each
+    node.
 
     Args:
         starts: [nodes, local] seconds.
-        local_s: [nodes, local] seconds of one message from the rank before it on its node.
-        node_s: [nodes, local] seconds of one message from the node before, of a node's part of the buffer.
+        local_s: [nodes, local] seconds of one message from the previous rank on its node.
+        node_s: [nodes, local] seconds of one message from the previous node, of a node's part of the buffer.
 
     Returns:
         [nodes, local] seconds.
@@ -87,9 +88,9 @@ def hierarchical_ends(starts: Seconds, local_s: Seconds, node_s: Seconds) -> Sec
 
 
 def tree_ends(starts: Seconds, step_s: Seconds, chunks: int = 1) -> Seconds:
-    """Return when each rank is done with an all_reduce on a binary tree: sums go up to rank 0, and the whole down.
+    """Return the finish time of each rank of an all_reduce on a binary tree: sums up to rank 0, then results down.
 
-    Rank r's parent is (r - 1) // 2. Chunks follow each other; a link carries one each way at a time.
+    Rank r's parent is (r - 1) // 2. Chunks are pipelined; a link carries one chunk per direction at a time.
 
     Args:
         starts: [n] seconds.
@@ -113,7 +114,7 @@ def tree_ends(starts: Seconds, step_s: Seconds, chunks: int = 1) -> Seconds:
 
 
 def _link_finish_times(ready: Seconds, step_s: Seconds) -> Seconds:
-    """Return when chunks that are ready at [n, chunks] are through links that take [n] seconds for each."""
+    """Return the arrival times of chunks ready at [n, chunks] through links that take [n] seconds per chunk."""
     done = np.empty_like(ready)
     free = np.full(len(ready), -np.inf)
     for chunk in range(ready.shape[1]):
@@ -125,10 +126,10 @@ def _link_finish_times(ready: Seconds, step_s: Seconds) -> Seconds:
 def ring_steps(cluster: Cluster, nbytes: int) -> Seconds:
     """Return the seconds of one message on each link of a ring over all ranks of a cluster, [ranks].
 
-    A node's ranks are neighbours; between nodes the ring goes over the links of all ranks of a node side by side.
+    A node's ranks are adjacent in the ring; between nodes the ring uses the links of all ranks of a node in parallel.
 
     Args:
-        nbytes: of the whole buffer, of which a message is one rank's part.
+        nbytes: of the unsharded buffer; a message is one rank's part.
     """
     part = nbytes / cluster.ranks
     crosses = (np.arange(cluster.ranks) % cluster.local == 0) & (cluster.nodes > 1)
@@ -146,12 +147,12 @@ def ring_steps(cluster: Cluster, nbytes: int) -> Seconds:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Describe one link that has a part of its bandwidth: a rank's to its node, or to other nodes.
+    """Describe one link with reduced bandwidth: from a rank to its node, or to other nodes.
 
     Attributes:
-        factor: by which it is slower.
+        factor: slowdown.
         level: ``"local"`` or ``"node"``.
-        rank: whose it is.
+        rank: the rank at the link.
     """
 
     factor: float
@@ -161,7 +162,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class LateRank:
-    """Describe one rank that begins a step late: ``seconds`` later than it would."""
+    """Describe one rank that begins a step ``seconds`` late."""
 
     seconds: float
     rank: int = 0
@@ -169,12 +170,12 @@ class LateRank:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Hold what a disturbance costs.
+    """Hold the cost of a disturbance.
 
     Attributes:
         step_s: seconds of an undisturbed step.
-        lost_s: how much longer it takes: each step with a slow link, one with a rank that is late.
-        crossed: by purpose, how many collectives of a step go over the slow link.
+        lost_s: additional seconds: per step for a slow link, once for a late rank.
+        crossed: number of collectives per step over the slow link, by purpose.
     """
 
     step_s: float
@@ -183,7 +184,7 @@ class StepLoss:
 
     @property
     def part(self) -> float:
-        """Return what is lost as a part of the step."""
+        """Return the loss as a fraction of the step."""
         return self.lost_s / self.step_s
 
 
@@ -196,9 +197,9 @@ def step_loss(
     *,
     update_s: float = 0.0,
 ) -> StepLoss:
-    """Return what one slow link, or one rank that is late, costs a step under a plan.
+    """Return the cost of one slow link, or of one late rank, for a step under a plan.
 
-    Steps are played one behind another, since what one starts may end in the next.
+    Consecutive steps are replayed, because work started in one step may end in the next.
 
     Args:
         moves: the plan's step: :func:`npuzero.plan.steady_step`.
@@ -206,8 +207,8 @@ def step_loss(
         update_s: seconds of the optimizer's update.
 
     Raises:
-        ConfigError: stages of a pipeline, which differ in what they do; a rank or level that there is not; a link that
-            is faster, or a rank that is early.
+        ConfigError: the mesh has pipeline stages, which do different work; the rank or level does not exist; the link
+            is faster, or the rank early.
     """
     _check_disturbance(cluster, mesh, disturbance)
     slow = disturbance if isinstance(disturbance, SlowLink) else None
@@ -220,14 +221,14 @@ def step_loss(
         other.hold(disturbance)
     second, third = other.play(moves), other.play(moves)
     lost_s = third - second - step_s if slow else third - ends[2]
-    assert first >= ends[0]  # nothing that takes longer ends sooner
+    assert first >= ends[0]  # a disturbance never makes a step end sooner
     return StepLoss(step_s, lost_s, count_crossing_collectives(cluster, mesh, moves, slow) if slow else Counter())
 
 
 def count_crossing_collectives(
     cluster: Cluster, mesh: MeshShape, moves: Iterable[Move], slow: SlowLink
 ) -> Counter[CollectivePurpose]:
-    """Return how many collectives of a step go over a rank's link, by what they are for."""
+    """Return the number of collectives of a step over a rank's link, by purpose."""
     found: Counter[CollectivePurpose] = Counter()
     for each, times in iter_collectives(moves):
         if slow.level in collective_bytes(cluster, mesh, each.verb, each.axes, each.nbytes):
@@ -261,10 +262,10 @@ def _check_disturbance(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink 
 
 
 class _SkewReplay:
-    """Run steps for all ranks side by side.
+    """Run steps for all ranks in parallel.
 
     Attributes:
-        now: when each rank's compute is free, by its place along the axes.
+        now: time at which each rank's compute is free, by its place along the axes.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class _SkewReplay:
         self._lasts: dict[tuple[str, Axes, int], tuple[float, float]] = {}
 
     def play(self, moves: Sequence[Move]) -> float:
-        """Run a step, and return when the last rank's compute is done with it."""
+        """Run a step, and return the time at which the last rank's compute has finished it."""
         last = max((i for i, move in enumerate(moves) if _comes_before_update(move)), default=-1) + 1
         self._moves(moves[:last])
         self.now = self.now + self._update_s
@@ -291,7 +292,7 @@ class _SkewReplay:
         return float(self.now.max())
 
     def hold(self, late: LateRank) -> None:
-        """Let a rank begin its next step late."""
+        """Delay the start of a rank's next step."""
         place = self._mesh.place(late.rank)
         self.now = self.now.copy()
         self.now[tuple(place[axis] for axis in AXES)] += late.seconds
@@ -323,14 +324,14 @@ class _SkewReplay:
         self._under_way.setdefault((collective.purpose, collective.unit), deque()).append((end, count))
 
     def _seconds(self, collective: PlannedCollective) -> tuple[float, float]:
-        """Return how long it takes, and how long where it goes over the slow link."""
+        """Return the seconds of a collective, normal and over the slow link."""
         key = collective.verb, collective.axes, collective.nbytes
         if key not in self._lasts:
             seconds = slowed = collective_s(self._cluster, self._mesh, *key)
             slow = self._slow
             if slow is not None and slow.level in self._cluster.links:
                 bytes_per_s = self._cluster.links[slow.level].bytes_per_s / slow.factor
-                # Rings side by side have equal parts: the one over this link is as slow as if all were.
+                # Parallel rings have equal parts: the ring over this link is as slow as if all links were.
                 slowed = collective_s(self._cluster.with_link(slow.level, bytes_per_s=bytes_per_s), self._mesh, *key)
             self._lasts[key] = seconds, slowed
         return self._lasts[key]
@@ -343,7 +344,7 @@ class _SkewReplay:
 
 
 def _comes_before_update(move: Move) -> bool:
-    """Tell whether the update comes after ``move``: the last such one is the last of the gradients."""
+    """Return whether ``move`` precedes the update, which follows the last move of gradients."""
     if isinstance(move, StartCollective):
         return move.collective.purpose not in (CollectivePurpose.GATHER, CollectivePurpose.RESTORE)
     if isinstance(move, WaitCollective):

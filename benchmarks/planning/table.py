@@ -1,10 +1,10 @@
-"""Time the planner's answers: one question at a time, and a search through everything that there is::
+"""Time the planner's answers: single questions, and an exhaustive search::
 
     python -m benchmarks.planning.table
     python -m benchmarks.planning.table --json > benchmarks/results/planner.json
 
-Seconds are those of the clock on the wall, and of the processor: a machine that is shared shows by how far they are
-apart. The first answer of a process has torch import what its kernels on meta need; it is listed by itself.
+Wall time and CPU time are reported: their difference shows the load of a shared machine. The first answer of a process
+includes torch's imports for kernels on meta, and is listed separately.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ QUESTIONS = (
     (7 * 10**9, "64xa100-80g", 2048, 2**22),
     (70 * 10**9, "64xh100", 4096, 2**22),
 )
-#: All presets in two precisions: about 500 runs, each with its memory, and all of them timed that are the fastest of
-#: their plan, or near it.
+#: All presets in two precisions: about 500 runs, each with its memory; the runs that are fastest for their plan, or
+#: close to it, are timed.
 EVERYTHING = Choices(presets=(*PRESETS, *OFFLOADED, *THINNED), precisions=("bf16", "bf16-8bit"))
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def time_answer(parameters: int, on: str, sequence: int, tokens: int) -> dict[str, Any]:
-    """Return how long an answer takes; the model is made anew, so that nothing of it is known."""
+    """Return the time of an answer. The model is rebuilt, so that nothing is cached."""
     job = TrainingJob(from_size(parameters), Cluster.named(on), sequence, tokens)
     wall, cpu = time.perf_counter(), time.process_time()
     advice = advise_on(job)
@@ -66,7 +66,7 @@ def time_answer(parameters: int, on: str, sequence: int, tokens: int) -> dict[st
 
 
 def time_search() -> dict[str, Any]:
-    """Return how long a search takes in which whatever fits is timed."""
+    """Return the time of a search that times every fitting run."""
     job = TrainingJob(from_size(7 * 10**9), Cluster.named("64xa100-80g"), 2048, 2**22)
     wall, cpu = time.perf_counter(), time.process_time()
     found = search_runs(job, EVERYTHING, every=True)

@@ -1,9 +1,9 @@
 """Loss curves of the demo's GPT in every precision against fp32. From the repository's root::
 
     python -m benchmarks.precision --out runs/precision.json --plot runs/precision.png
-    python -m benchmarks.precision bf16 fp16 --out runs/precision.json       # these anew, the others as they are there
+    python -m benchmarks.precision bf16 fp16 --out runs/precision.json       # trains these, keeps other curves
 
-Ends with status 1 where a curve leaves its band.
+Exits with status 1 if a curve leaves its band.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def judge_curves(curves: dict[str, Any]) -> list[str]:
-    """Prints how far each curve is from the baseline's; the names of those outside their bands."""
+    """Print the distance of each curve from the baseline; return the names of curves outside their bands."""
     outside = []
     for name in (name for name in CONTENDERS if name in curves and BASELINE in curves):
         far, band = largest_distance(curves[name]["losses"], curves[BASELINE]["losses"]), CONTENDERS[name].band
@@ -76,7 +76,7 @@ def judge_curves(curves: dict[str, Any]) -> list[str]:
 
 
 def load_curves(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The record in the file, if it is one of the same options; else an empty one."""
+    """Return the record in the file if it has the same options; else an empty one."""
     now = {
         "schema": SCHEMA,
         "command": "python -m benchmarks.precision",

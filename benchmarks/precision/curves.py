@@ -1,4 +1,4 @@
-"""One training run per precision, all on the same batches from the same weights, and how far each strays from fp32."""
+"""Training runs by precision, all with the same batches and initial weights, and their distances from fp32."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from train import Options, build_optimizer
 RANKS, PLAN, STEPS = 2, "zero3", 300
 _FIRST_WEIGHTS = threading.Lock()
 BASELINE = "fp32"
-#: Losses are compared as means over so many steps: a single batch's says little.
+#: Losses are compared as means over this many steps, because single batches are noisy.
 WINDOW = 20
-#: Steps of warming up, in which losses fall steeply, and any two runs part for a while.
+#: Warm-up steps, in which losses fall steeply and any two runs diverge temporarily.
 AFTER = 60
 
 
 @dataclass(frozen=True)
 class PrecisionContender:
-    """How one run is made, and how far its mean loss may be from fp32's: nats per byte.
+    """Settings of one run, and the allowed distance of its mean loss from fp32's, in nats per byte.
 
     Attributes:
-        precision: the model's.
+        precision: of the model.
         band: largest distance after the first :data:`AFTER` steps.
-        scale: of the loss, to begin with; None: without a scaler.
+        scale: initial loss scale; None: without a scaler.
         autocast: forward under torch's autocast to bfloat16.
-        plan, ranks, local_size: how the model is sharded, and over how many.
+        plan, ranks, local_size: sharding, and number of ranks.
     """
 
     precision: PrecisionLike
@@ -69,9 +69,9 @@ CONTENDERS = {
 
 
 class MatrixUnits(TorchDispatchMode):
-    """Float16 matrix products as an accelerator's units make them: sums in float32, rounded once.
+    """Compute float16 matrix products as accelerators do: sums in float32, rounded once.
 
-    A CPU without float16 units takes ten times as long, for the same.
+    A CPU without float16 units would take ten times as long for the same result.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class MatrixUnits(TorchDispatchMode):
             return func(*args, **kwargs)
         wide = [arg.float() if isinstance(arg, Tensor) and arg.dtype is torch.float16 else arg for arg in args]
         made = func(*wide, **kwargs)
-        if func is _ATTENTION:  # and the sums of exponentials, which stay as they are
+        if func is _ATTENTION:  # its second result, sums of exponentials, is not rounded
             return made[0].half(), made[1]
         return made.half() if isinstance(made, Tensor) else tuple(each.half() for each in made)
 
@@ -96,7 +96,7 @@ _PRODUCTS = (
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """What one run left: the mean loss over the ranks of each step, and how many steps its scaler skipped."""
+    """The result of one run: each step's loss averaged over ranks, and the number of steps skipped by its scaler."""
 
     losses: list[float]
     skipped: int
@@ -145,16 +145,16 @@ def train_curve(contender: PrecisionContender, text: torch.Tensor, options: Opti
 
 
 def smooth_losses(losses: Sequence[float]) -> list[float]:
-    """Means over :data:`WINDOW` steps, by their last step."""
+    """Return means over :data:`WINDOW` steps, by their last step."""
     return [sum(losses[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(losses) + 1)]
 
 
 def largest_distance(losses: Sequence[float], baseline: Sequence[float]) -> float:
-    """The largest distance of two curves' means, windows that begin before :data:`AFTER` left out."""
+    """Return the largest distance of two curves' means, without windows that begin before :data:`AFTER`."""
     pairs = zip(smooth_losses(losses[AFTER:]), smooth_losses(baseline[AFTER:]), strict=True)
     return max(abs(own - other) for own, other in pairs)
 
 
 def load_corpus() -> torch.Tensor:
-    """What the demo trains on: u8[n]."""
+    """Return the demo's training data: u8[n]."""
     return Corpus.standard_library().train

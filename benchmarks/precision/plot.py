@@ -1,4 +1,4 @@
-"""Draw losses, and how far each curve's mean is from fp32's, in its band; equal curves are one, with all their names::
+"""Draw losses, and each curve's mean distance from fp32 with its band; equal curves are merged under all their names::
 
 python -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
 """
@@ -34,10 +34,10 @@ def plot_curves(record: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_curves(record: Mapping[str, Any]) -> Figure:
-    """Return the picture: losses at the left, their distances from fp32's at the right.
+    """Return the picture: losses on the left, their distances from fp32 on the right.
 
     Args:
-        record: ``curves``, each with its ``losses`` by name, fp32's among them, and the ``machine`` if it is known.
+        record: ``curves`` by name, each with its ``losses``, including fp32's; and the ``machine`` if known.
     """
     losses: dict[str, list[float]] = {
         name: record["curves"][name]["losses"] for name in CONTENDERS if name in record["curves"]
@@ -68,7 +68,7 @@ def draw_curves(record: Mapping[str, Any]) -> Figure:
 
 
 def summarize_curves(losses: Mapping[str, list[float]], base: list[float], band: float) -> str:
-    """Return what the picture shows, in a line."""
+    """Summarize the picture in one line."""
     far = max(largest_distance(each, base) for each in losses.values())
     if far > band:
         return f"A precision strays {far:.3f} nats per byte from fp32; {band:g} are allowed"
@@ -76,7 +76,7 @@ def summarize_curves(losses: Mapping[str, list[float]], base: list[float], band:
 
 
 def group_equal_curves(losses: Mapping[str, list[float]]) -> dict[str, str]:
-    """Return the first name of each different curve, and its label: the names of all that are equal to it."""
+    """Map the first name of each distinct curve to its label: the names of all equal curves."""
     found: dict[str, list[str]] = {}
     for name, each in losses.items():
         first = next((other for other in found if losses[other] == each), name)
@@ -85,7 +85,7 @@ def group_equal_curves(losses: Mapping[str, list[float]]) -> dict[str, str]:
 
 
 def _draw_bands(axes: Axes, bands: set[float], last: int) -> None:
-    """Draw how far a curve may be, from where it is held to that."""
+    """Draw the allowed distance, from the first judged step."""
     for band in bands:
         for edge in (band, -band):
             axes.hlines(edge, AFTER + WINDOW, last, color=GOAL, linestyle=":", linewidth=2)

@@ -3,7 +3,7 @@
     python -m benchmarks.precision.thin --out runs/thin.json
     python -m benchmarks.precision.thin --out benchmarks/results/precision/thin.json --page docs/numerics.md
 
-Two nodes of two ranks. Ends with status 1 where a curve leaves its band; error feedback is told, not judged.
+Two nodes of two ranks. Exits with status 1 if a curve leaves its band; error feedback is reported, not judged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEGIN, END = "<!-- thin: begin -->", "<!-- thin: end -->"
 _FEEDBACK = Precision(BF16, gathers="int8", wires={"node": "int4"}, feedback="node")
 _ALL = Precision(BF16, gathers="int8", wires="int4", feedback="all")
 _ROW = PrecisionContender("bf16", 0.0, plan=BASE, ranks=4, local_size=2)
-#: By name how a run is made, and the band that it is held to; none where it is only told.
+#: Settings of each run, and its band; infinite if the run is only reported.
 CONTENDERS: dict[str, PrecisionContender] = {
     BASE: _ROW,
     "zero++": replace(_ROW, plan="zero++", band=0.03),
@@ -85,12 +85,12 @@ def run_losses(curves: Mapping[str, Any], name: str, seed: int) -> list[float]:
 
 
 def largest_distances(curves: Mapping[str, Any], name: str) -> list[float]:
-    """Return by seed how far a curve is from bf16's at the most: means over 20 steps, see ``largest_distance``."""
+    """Return a curve's largest distance from bf16's by seed: means over 20 steps, see ``largest_distance``."""
     return [largest_distance(run_losses(curves, name, seed), run_losses(curves, BASE, seed)) for seed in SEEDS]
 
 
 def last_losses(curves: Mapping[str, Any], name: str) -> float:
-    """Return the mean loss of the last :data:`AFTER` steps, over the seeds, less bf16's."""
+    """Return the mean loss of the last :data:`AFTER` steps over the seeds, minus bf16's."""
     return fmean(
         fmean(run_losses(curves, name, seed)[-AFTER:]) - fmean(run_losses(curves, BASE, seed)[-AFTER:])
         for seed in SEEDS
@@ -98,12 +98,12 @@ def last_losses(curves: Mapping[str, Any], name: str) -> float:
 
 
 def find_outside(curves: Mapping[str, Any]) -> list[str]:
-    """Return the names of those that leave their bands."""
+    """Return the names of the curves outside their bands."""
     return [name for name, each in CONTENDERS.items() if max(largest_distances(curves, name)) > each.band]
 
 
 def thin_table(curves: Mapping[str, Any]) -> str:
-    """Return how far each contender is from bf16, in nats per byte, as Markdown."""
+    """Return each contender's distance from bf16, in nats per byte, as a Markdown table."""
     seeds = " | ".join(f"seed {seed}" for seed in SEEDS)
     lines = [
         f"| nats per byte from bf16 | {seeds} | at most | mean of the last {AFTER} steps |",

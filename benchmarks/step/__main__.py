@@ -6,7 +6,7 @@
     python -m benchmarks.step --precision fp32 --out build/step-fp32.json     # every preset
     torchrun --nproc-per-node 8 -m benchmarks.step --dim 4096 --layers 32 --heads 32 --sequence 2048 --batch 1
 
-The figure is a contender's step time over that of compute only (forward and backward, no optimizer, nothing sent) in
+The figure is a contender's step time relative to compute only (forward and backward, no optimizer, no communication) in
 the same round. ``--trace`` writes a Chrome trace of two steps of every rank of the last contender.
 """
 
@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last preset there")
     add_comparison_options(parser)
     options = parser.parse_args()
-    # In bf16, plain torch keeps masters as npuzero does, and where there is one rank it is the model's whole training.
+    # Independent ranks keep full masters in bf16, as npuzero does only on one rank: compare them in fp32, or with one
+    # rank.
     baselines = [COMPUTE, ALONE] if options.precision == "fp32" or options.ranks == 1 else [COMPUTE]
     run_comparison(
         "step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace

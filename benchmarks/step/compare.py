@@ -1,7 +1,7 @@
-"""Contenders' training steps in one run: started, checked, timed in rounds, looked at, recorded.
+"""Comparison of contenders' training steps in one run: start, check, time in rounds, inspect, record.
 
-Started alone it starts all ranks of every contender itself. Under torchrun each process starts its own rank of every
-contender, and all of them take the same turns; so the same command measures one host and many.
+Without a launcher it starts all ranks of every contender itself. Under torchrun each process starts its own rank of
+every contender, and all processes take the same turns; so the same command measures one host and many.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from npuzero.errors import BenchmarkError
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = "compute only"
 
-#: How far a loss may be from plain torch's on the same batches. In bf16 every contender rounds gradients on their way,
-#: in its own way.
+#: Allowed difference of a loss from plain torch's on the same batches. In bf16 every contender rounds communicated
+#: gradients differently.
 BANDS = {"fp32": 1e-4, "bf16": 1e-2}
 
 
@@ -51,8 +51,8 @@ class ComparisonEntry:
         name: for people.
         contender: "module:name", see work.py.
         python: the interpreter of its environment.
-        trains: whether its ranks train one model together, so that its losses can be checked.
-        peer: not ours: that it does not start, or learns something else, is a result to report and not our error.
+        trains: its ranks train one model together, so that its losses can be checked.
+        peer: not npuzero's: a failed start or different losses are reported as a result, not raised as an error.
         variables: of its environment.
         group: the control group that its ranks join, if any.
     """
@@ -90,7 +90,7 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
 
 
 class ContenderTeams:
-    """The teams of a comparison, alive side by side."""
+    """The teams of a comparison, all alive at the same time."""
 
     def __init__(
         self, entries: Sequence[ComparisonEntry], options: argparse.Namespace, missing: Mapping[str, str]
@@ -105,7 +105,7 @@ class ContenderTeams:
         self.missing = dict(missing)
 
     def start(self, stack: ExitStack) -> None:
-        """Starts every contender and checks it; a peer that fails is closed again, and missing with the reason."""
+        """Start and check every contender. A failing peer is closed and recorded as missing, with the reason."""
         reference = self._reference_losses()
         for place, entry in enumerate(self._entries.values()):
             print(f"starting {entry.name}", file=sys.stderr, flush=True)
@@ -125,7 +125,7 @@ class ContenderTeams:
         self._checked = f"losses of {len(reference)} steps within {band} of plain torch's: {wanted}"
 
     def measure(self, name: str, title: str) -> Result:
-        """Times all contenders, then looks at each."""
+        """Time all contenders, then inspect each."""
         options = self._options
         effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
         contenders = [team.contender() for team in self.teams.values()]
@@ -139,7 +139,7 @@ class ContenderTeams:
         return result
 
     def _check(self, entry: ComparisonEntry, team: Team, reference: list[float]) -> None:
-        """That a contender learns what plain torch learns."""
+        """Check that a contender reproduces plain torch's losses."""
         by_rank = self._of_all(team.ask("train", steps=len(reference)))
         losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
         band = BANDS[self.workload.precision]
@@ -152,7 +152,7 @@ class ContenderTeams:
             )
 
     def _reference_losses(self) -> list[float]:
-        """Plain torch's losses, one process taking the batches of all ranks; the same on every rank."""
+        """Return plain torch's losses, with one process taking the batches of all ranks; the same on every rank."""
         losses = []
         if self.world.rank == 0 and self._options.checked:
             batches = [list(range(self.ranks))]
@@ -161,11 +161,11 @@ class ContenderTeams:
         return list(self.world.exchange(losses)[0])
 
     def _of_all(self, answers: list[Any]) -> list[Any]:
-        """The answers of all ranks of a contender, whichever process started them."""
+        """Return the answers of all ranks of a contender, from all processes."""
         return [answer for told in self.world.exchange(answers) for answer in told]
 
     def _look(self, name: str) -> dict[str, Any]:
-        """The slowest and largest of all ranks' looks."""
+        """Return the maximum over ranks of each inspected value."""
         looks = self._of_all(self.teams[name].ask("look", steps=2))
         worst = dict(looks[0])
         for key in ("base_bytes", "peak_bytes", "shared_bytes", "page_faults", "made_s"):
@@ -175,7 +175,7 @@ class ContenderTeams:
         return worst
 
     def trace(self, name: str, path: Path) -> None:
-        """Leave two steps of every rank of a contender as a Chrome trace that says of what it is, a line an event."""
+        """Write two steps of every rank of a contender as a Chrome trace with a title."""
         told = self._of_all(self.teams[name].ask("trace", steps=2))
         if self.world.rank == 0:
             size = f"{self.ranks} ranks, {self.workload.precision}, batch {self.workload.batch} a rank"
@@ -195,7 +195,7 @@ class ContenderTeams:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         if self.launched and ranks is None:
-            # The launcher's variables but for the meeting point, which is each contender's own.
+            # The launcher's variables, except for the rendezvous, which is separate for each contender.
             port = int(os.environ["MASTER_PORT"]) + 1 + place
             variables |= {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
             variables |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": str(port)}
@@ -217,7 +217,7 @@ class ContenderTeams:
 
 
 def write_trace(path: Path, told: Sequence[Sequence[dict[str, Any]]], **facts: Any) -> None:
-    """Leave the events that ranks have told as a Chrome trace, a line an event, with ``facts`` and the machine's."""
+    """Write the ranks' events as a Chrome trace, one line per event, with ``facts`` and the machine's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with observe.recording(observe.ChromeTrace(path)):
         for event in (event for events in told for event in events):
@@ -229,10 +229,10 @@ def write_trace(path: Path, told: Sequence[Sequence[dict[str, Any]]], **facts: A
 
 
 def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
-    """Adds to each contender with a plan what it held beyond it.
+    """Add to each contender with a plan the relative memory beyond it.
 
-    ``activations_bytes`` is the most that compute only holds beyond its parameters, each gradient dropped as it comes:
-    what forward and backward need by themselves.
+    ``activations_bytes`` is the peak of compute only beyond its parameters, with each gradient dropped at once: the
+    memory of forward and backward themselves.
     """
     compute = values[BASELINE]
     activations = compute["peak_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
@@ -252,11 +252,11 @@ def run_comparison(
     missing: Mapping[str, str] | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Runs a comparison, prints its table on rank 0, and writes the record where ``--out`` says.
+    """Run a comparison, print its table on rank 0, and write the record to ``--out``.
 
     Args:
-        trace: where to leave a Chrome trace of the last contender.
-        missing: contenders that cannot take part, and why.
+        trace: path for a Chrome trace of the last contender.
+        missing: contenders that cannot take part, with reasons.
         parameters: further facts for the record.
     """
     comparison = ContenderTeams(entries, options, missing or {})
@@ -278,7 +278,7 @@ def run_comparison(
 
 
 def comparison_table(result: Result) -> str:
-    """For people."""
+    """Return the results as a table, for people."""
     parameters = result.parameters
     tokens = parameters["ranks"] * parameters["batch"] * parameters["sequence"]
     compute_s = statistics.median(result.seconds[BASELINE])

@@ -1,7 +1,7 @@
-"""Contenders that need nothing but torch and npuzero: each turns the plain model into one that takes steps.
+"""Contenders that need only torch and npuzero. Each turns the plain model into one that takes steps.
 
-An entry of CONTENDERS is called with no argument, imports what it needs, and returns a Build: from the plain model,
-float32 on the CPU, and the workload to Steps. What is imported is no part of the memory that is measured.
+An entry of CONTENDERS is called without arguments, imports its packages, and returns a Build: a function from the plain
+model (float32 on the CPU) and the workload to TrainSteps. Imports do not count toward the measured memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from benchmarks.step.workload import MAX_NORM, GPTWorkload, gpt_loss
 
 @dataclass
 class TrainSteps:
-    """How a contender takes a step: forward, backward, update.
+    """A contender's step: forward, backward, update.
 
     Attributes:
-        model: called with tokens, gives logits.
-        update: everything from gradients to new parameters, gradients cleared.
-        backward: takes the loss.
-        forward: entered around the forward pass (autocast).
-        plan_bytes: what the contender says a rank will hold, activations aside.
-        only_computes: nobody wants the gradients.
+        model: maps tokens to logits.
+        update: everything from gradients to new parameters, including clearing gradients.
+        backward: called with the loss.
+        forward: context manager around the forward pass (autocast).
+        plan_bytes: predicted memory per rank, without activations.
+        only_computes: gradients are not used.
         loss: of the model and tokens.
     """
 
@@ -46,14 +46,14 @@ Build = Callable[[nn.Module, GPTWorkload], TrainSteps]
 
 
 def default_device() -> torch.device:
-    """The device npuzero would choose for this rank."""
+    """The device that npuzero would choose for this rank."""
     from npuzero import device
 
     return device.choose(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def step_compute_only() -> Build:
-    """Forward and backward in the pure precision; gradients are dropped, and nothing is sent."""
+    """Forward and backward in the pure precision; gradients are dropped, without communication."""
     device = default_device()
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -65,7 +65,7 @@ def step_compute_only() -> Build:
 
 
 def independent_ranks() -> Build:
-    """Plain torch, each rank for itself: clipping and fused AdamW, on float32 masters where parameters are not."""
+    """Plain torch on each rank independently: clipping and fused AdamW, with float32 masters for other dtypes."""
     device = default_device()
     return lambda model, workload: plain_steps(model.to(device), workload.hyper, workload.dtype)
 
@@ -76,10 +76,10 @@ def plain_steps(
     dtype: torch.dtype = torch.float32,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> TrainSteps:
-    """Torch's clipping and fused AdamW on all parameters of ``model``, which is float32 when this is called.
+    """Torch's clipping and fused AdamW on all parameters of ``model``, which must be float32 here.
 
-    In another dtype parameters have float32 masters. These begin with what the model held before its conversion, as
-    npuzero's do: where an update is smaller than half a step of bfloat16, masters of rounded values learn less.
+    In another dtype parameters have float32 masters, initialized from the values before conversion, as npuzero's are:
+    with updates smaller than half a step of bfloat16, masters of rounded values learn less.
     """
     parameters = list(model.parameters())
     masters = [parameter.detach().requires_grad_() for parameter in parameters]
@@ -101,14 +101,14 @@ def plain_steps(
 
 
 def clip_and_step(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """The update as torch has it."""
+    """Torch's update: clip, step, clear gradients."""
     torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def npuzero_preset(preset: str, local_size: int | None = None, storage: str = "") -> Build:
-    """npuzero under a preset; ``storage`` is what follows in the precision's name, such as ``"-split"``."""
+    """npuzero under a preset; ``storage`` is the suffix of the precision's name, such as ``"-split"``."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -129,8 +129,8 @@ def npuzero_preset(preset: str, local_size: int | None = None, storage: str = ""
     return build
 
 
-#: Presets that `--presets all` measures. Where all ranks share a host, the two-level ones are cut within groups of one
-#: rank, and so send only the sum beyond the group.
+#: Presets of `--presets all`. If all ranks share a host, the two-level presets use groups of one rank, and so send only
+#: the sum beyond the group.
 PRESETS = {
     **dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3-keep")),
     "zero1.5": 1,
@@ -141,6 +141,6 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "compute": step_compute_only,
     "alone": independent_ranks,
     **{preset: partial(npuzero_preset, preset, local_size) for preset, local_size in PRESETS.items()},
-    # Of bf16 only: no rounded copy beside the masters, as FSDP2 keeps none.
+    # Only for bf16: without a rounded copy in addition to the masters, as in FSDP2.
     "zero3-split": partial(npuzero_preset, "zero3", storage="-split"),
 }

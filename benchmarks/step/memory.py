@@ -1,10 +1,9 @@
-"""How much memory a rank holds, counted the same way for every contender.
+"""Memory of a rank, measured in the same way for every contender.
 
-On the CPU: anonymous memory plus this process's share of shared memory (a page that n ranks map counts 1 / n on each).
-Pages of files (libraries) are left out, since they belong to the machine's cache and not to training. The peak is the
-kernel's high-water mark of the resident set, which `reset_peak_bytes` lowers to the present, less what does not count.
-On an
-accelerator: bytes of torch's allocator.
+On the CPU: anonymous memory plus this process's share of shared memory (a page mapped by n ranks counts 1 / n on each).
+File pages (libraries) are excluded: they belong to the machine's cache, not to training. The peak is the kernel's
+high-water mark of the resident set, reset by `reset_peak_bytes`, minus the excluded pages. On an accelerator: bytes of
+torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _PROC = Path("/proc/self")
 
 
 def reset_peak_bytes(device: torch.device) -> bool:
-    """Gives free memory back and starts the peak anew; False where the system does not let us."""
+    """Return free memory to the system and reset the peak; False if the system does not allow it."""
     if device.type != "cpu":
         _device_module(device).reset_peak_memory_stats()
         return True
-    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed, and would count it
+    ctypes.CDLL(None).malloc_trim(0)  # glibc retains freed memory, which would count
     try:
         (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:
@@ -33,7 +32,7 @@ def reset_peak_bytes(device: torch.device) -> bool:
 
 
 def current_resident_bytes(device: torch.device) -> int:
-    """What this rank holds."""
+    """The current memory of this rank."""
     if device.type == "cpu":
         share = _read_proc_fields("smaps_rollup")
         return share["Pss_Anon"] + share["Pss_Shmem"]
@@ -41,7 +40,7 @@ def current_resident_bytes(device: torch.device) -> int:
 
 
 def peak_resident_bytes(device: torch.device) -> int:
-    """The most that this rank has held since `reset_peak_bytes`."""
+    """The peak memory of this rank since `reset_peak_bytes`."""
     if device.type == "cpu":
         status, share = _read_proc_fields("status"), _read_proc_fields("smaps_rollup")
         return status["VmHWM"] - status["RssFile"] - (status["RssShmem"] - share["Pss_Shmem"])
@@ -49,17 +48,17 @@ def peak_resident_bytes(device: torch.device) -> int:
 
 
 def shared_resident_bytes(device: torch.device) -> int:
-    """This rank's share of memory that ranks share; part of `current_resident_bytes`."""
+    """This rank's share of memory shared by ranks; part of `current_resident_bytes`."""
     return _read_proc_fields("smaps_rollup")["Pss_Shmem"] if device.type == "cpu" else 0
 
 
 def page_faults() -> int:
-    """Pages this process has touched for the first time, or again after giving them back."""
+    """Pages that this process touched for the first time, or again after releasing them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def disk_bytes() -> dict[str, int]:
-    """Bytes that this process has had read from disks and written to them; what a cache had does not count."""
+    """Bytes read from and written to disks for this process; cache hits do not count."""
     lines = (line.split(": ") for line in (_PROC / "io").read_text().splitlines())
     found = {name: int(value) for name, value in lines}
     return {"read": found["read_bytes"], "written": found["write_bytes"]}
@@ -70,6 +69,6 @@ def _device_module(device: torch.device) -> Any:
 
 
 def _read_proc_fields(name: str) -> dict[str, int]:
-    """The fields of a file of /proc/self that are given in kB, in bytes."""
+    """The fields in kB of a file in /proc/self, in bytes."""
     lines = (line.split() for line in (_PROC / name).read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}

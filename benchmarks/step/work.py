@@ -1,11 +1,11 @@
-"""One rank of one contender, for npuzero.bench's worker: ``make(rank, size, options)``; options are
+"""One rank of one contender, for npuzero.bench's worker: ``make(rank, size, options)``, with the options
 
     contender   "module:name", an entry of the module's CONTENDERS
-    batches     for each rank, the ranks whose batches it takes, one after the other
-    workload    the fields of Workload
+    batches     for each rank, the ranks with the batches that it takes, one after another
+    workload    the fields of GPTWorkload
 
-A visit begins with a step that is not counted. So what an update leaves under way is in the time of the next step, and
-a visit counts as many updates, to their very end, as it counts steps.
+A visit begins with an uncounted step. An update that is still running then counts toward the next step, so that a visit
+counts as many complete updates as steps.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from benchmarks.step.workload import GPTWorkload
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
-    """The rank that the launcher's variables name, which under torchrun is another than this team's."""
+    """Make the rank named by the launcher's variables, which under torchrun differs from the team's."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return StepRank(int(os.environ["RANK"]), options)
 
 
 class StepRank:
-    """Takes steps; ``workload``: what kind options["workload"] has the fields of."""
+    """Take steps. ``workload``: the class with the fields of options["workload"]."""
 
     def __init__(self, rank: int, options: dict[str, Any], workload: type[GPTWorkload] = GPTWorkload) -> None:
         module, _, name = options["contender"].partition(":")
@@ -48,7 +48,7 @@ class StepRank:
         self._made_s = time.perf_counter() - begin_s
         self._device = next(self.steps.model.parameters()).device
         if self._device.type != "cpu":
-            self._base_bytes = 0  # an allocator's figures begin there
+            self._base_bytes = 0  # an allocator's figures start there
         self._taken = 0
 
     def prepare(self) -> None:
@@ -79,11 +79,11 @@ class StepRank:
         return parts["update"]
 
     def peak(self) -> int:
-        """The most bytes that the next step holds, with what the process held before it."""
+        """The peak bytes of the next step, including the process's memory before it."""
         return int(self._held()["peak_bytes"])
 
     def look(self, steps: int) -> dict[str, Any]:
-        """What the next steps do, per step, and what one more holds. Observing costs time: this is no measure of it."""
+        """Inspect the next steps, per step, and the memory of one more. Observation takes time: not for timing."""
         parts: dict[str, float] = defaultdict(float)
 
         def mark(part: str, begin_s: float) -> float:
@@ -113,7 +113,7 @@ class StepRank:
         }
 
     def _held(self) -> dict[str, Any]:
-        """Memory in one step; what only computes drops each gradient as it comes."""
+        """Memory in one step; a compute-only contender drops each gradient at once."""
         reset = memory.reset_peak_bytes(self._device)
         with contextlib.ExitStack() as hooks:
             if self.steps.only_computes:
@@ -146,7 +146,7 @@ class StepRank:
         return parts + found
 
     def _step(self, mark: Callable[[str, float], float] = lambda part, begin_s: begin_s) -> torch.Tensor:
-        """The step's loss, the mean over this rank's batches."""
+        """Take a step; return its loss, the mean over this rank's batches."""
         losses = []
         begin_s = time.perf_counter()
         for batch in self._batches:
@@ -166,7 +166,7 @@ class StepRank:
 
 @contextmanager
 def record_events() -> Iterator[list[dict[str, Any]]]:
-    """npuzero's events within the block, there when it ends; none where the contender has not imported npuzero."""
+    """Record npuzero's events in the block, available at its end; none if npuzero is not imported."""
     found: list[dict[str, Any]] = []
     observe = sys.modules.get("npuzero.observe")
     if observe is None:

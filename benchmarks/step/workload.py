@@ -1,7 +1,7 @@
-"""What every contender computes: a GPT in plain torch, its data, and the sizes of both. Nothing here knows a contender.
+"""The workload of every contender: a GPT in plain torch, its data, and their sizes. Independent of contenders.
 
-The model is the plainest GPT: learned positions, LayerNorm, GELU, biases, a head of its own. With the default sizes it
-has 25.6 M parameters. Shapes in the comments: B sequences, T positions, D width, H heads, V vocabulary.
+The model is a basic GPT: learned positions, LayerNorm, GELU, biases, an untied head. With the default sizes it has 25.6
+M parameters. Shapes in the comments: B sequences, T positions, D width, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-#: Options of AdamW, the same for every contender; a comparison may ask for another learning rate.
+#: Options of AdamW for every contender; a comparison may use another learning rate.
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 1.0
 
@@ -68,19 +68,19 @@ class GPTWorkload:
         return HYPER | {"lr": self.lr}
 
     def model(self) -> BenchmarkGPT:
-        """The model in float32 on the CPU; the same weights in every process."""
+        """The model in float32 on the CPU, with the same weights in every process."""
         torch.manual_seed(0)
         return BenchmarkGPT(self)
 
     def tokens(self, rank: int, step: int) -> Tensor:
-        """int64[B, T + 1]: walks of steps 0..3 around the vocabulary, so there is something to learn (down to ln 4)."""
+        """int64[B, T + 1]: walks of steps 0..3 around the vocabulary, so that the loss can decrease (down to ln 4)."""
         generator = torch.Generator().manual_seed(1_000_003 * rank + step)
         moves = torch.randint(0, 4, (self.batch, self.sequence + 1), generator=generator)
         return moves.cumsum(1) % self.vocabulary
 
 
 class GPTBlock(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside the residual."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ class BenchmarkGPT(nn.Module):
 
 
 def gpt_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
+    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given the tokens before it."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, clip: Callable[[], object] = lambda: None
 ) -> Callable[[], Tensor]:
-    """A function that takes one training step on ``tokens``, always the same, and returns its loss."""
+    """A function that takes one training step on the fixed ``tokens`` and returns its loss."""
 
     def step() -> Tensor:
         loss = gpt_loss(model, tokens)

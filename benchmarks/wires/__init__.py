@@ -1,1 +1,1 @@
-"""A training step between nodes whose link is slow."""
+"""Benchmarks of a training step between nodes with a slow link."""

@@ -5,14 +5,14 @@
     python -m benchmarks.wires --peers deepspeed-3 --rates 1 --rounds 3
     python -m benchmarks.wires.picture benchmarks/results/wires-*.json --out docs/wires.png
 
-The demo's GPT with 25.4 M parameters in bf16, on batches so small that the link decides. All ranks are processes of
-this machine. ``--links namespaces``: a node is a network namespace, and the two are joined by a wire behind token
-buckets (namespaces.py); npuzero sends everything over gloo, as DeepSpeed does, whose stage 3, hpZ and ZeRO++ take part
-where they run. ``--links shared``: npuzero's shared memory, in which what crosses waits for links that are kept count
-of (links.py). Goals at 1 Gbit/s: ``thin`` at least twice as fast as ``hpz``, and four times as ``zero3``.
+The demo's GPT with 25.4 M parameters in bf16, with batches so small that the link dominates. All ranks are processes of
+this machine. ``--links namespaces``: a node is a network namespace; the two are connected by a wire behind token
+buckets (namespaces.py); npuzero communicates over gloo, as does DeepSpeed, with its stage 3, hpZ and ZeRO++ if they
+run. ``--links shared``: npuzero's shared memory; traffic between nodes waits for simulated links (links.py). Goals at 1
+Gbit/s: ``thin`` at least twice as fast as ``hpz``, and four times as fast as ``zero3``.
 
-Losses of the first steps are held against plain torch's; bytes between nodes are what the plan counts (``planned``, of
-the node that sends the most) and what the link has carried (``carried``, the most of either way), a step.
+Losses of the first steps are compared with plain torch's. Bytes between nodes per step are those counted by the plan
+(``planned``, of the node that sends most) and those carried by the link (``carried``, the larger direction).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from npuzero.errors import BenchmarkError
 SHARED, NAMESPACES = "shared", "namespaces"
 UNLIMITED = "unlimited"
 RATES = ("unlimited", "10", "1", "0.1")
-#: How many times as fast thin is to be at the rate that is judged, which has more of the time.
+#: Required speedups of thin at the judged rate, which is measured longer.
 GOALS = {"hpz": 2.0, "zero3": 4.0}
 JUDGED, LONGER = "1", 2.5
-#: How far a loss may be from plain torch's where codes travel.
+#: Allowed difference of a loss from plain torch's if codes are sent.
 CODED_BAND = 0.05
 Link = WiredNodes | SharedLinks
 
@@ -83,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_links(kind: str) -> AbstractContextManager[Link]:
-    """The links of that kind, for the block."""
+    """Return the links of that kind, for the block."""
     return lay_wire(EACH) if kind == NAMESPACES else _shared_links()
 
 
 class WireComparison:
-    """The teams of a comparison, alive side by side, between nodes that ``link`` joins."""
+    """The teams of a comparison, all alive at the same time, between nodes connected by ``link``."""
 
     def __init__(self, options: argparse.Namespace, link: Link) -> None:
         self._options = options
@@ -99,7 +99,7 @@ class WireComparison:
         self._missing: dict[str, str] = {}
 
     def start(self, stack: ExitStack) -> None:
-        """Start every contender, check it and count what it sends; a peer that fails is missing, with the reason."""
+        """Start and check every contender and count its traffic; a failing peer is missing, with the reason."""
         wanted = self._plain_losses()
         self._checked = f"losses of {len(wanted)} steps beside plain torch's: {', '.join(f'{x:.4f}' for x in wanted)}"
         for name in self._options.plans:
@@ -158,7 +158,7 @@ class WireComparison:
         return sent
 
     def _plain_losses(self) -> list[float]:
-        """Plain torch's losses, one process taking the batches of all ranks."""
+        """Return plain torch's losses, with one process taking the batches of all ranks."""
         if not self._options.checked:
             return []
         with self._team("plain", batches=[list(range(RANKS))], threads=2, linked=False) as team:
@@ -189,7 +189,7 @@ class WireComparison:
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """For people: seconds by rate, bytes beside them, the goals, and who is missing why."""
+    """Return seconds by rate, bytes, goals, and missing contenders with reasons, for people."""
     last = results[-1]
     rates = [_rate_name(result) for result in results]
     lines = []
@@ -200,6 +200,7 @@ def format_results(results: Sequence[Result]) -> str:
         lines.append([name, *medians, *counted])
     text = [format_table([last.title.rpartition(", ")[0], *rates, "MB planned", "carried"], lines), last.checked]
     for result in results:
+        # Ratios are printed at every rate; the goal only applies at the judged one.
         for other, goal in GOALS.items():
             own, against = "npuzero thin", f"npuzero {other}"
             if {own, against} <= result.seconds.keys():

@@ -1,14 +1,14 @@
-"""Links between nodes that carry so much a second, for ranks that share this host: threads, or processes.
+"""Simulated links of limited rate between nodes, for ranks that share this host as threads or processes.
 
-A world's ranks are taken to be on nodes, equally many consecutive ones on each. Between two nodes there is a link for
-each direction, which all ranks of a node share. It carries one collective's bytes after another; what comes while it is
-busy waits. The collective itself runs as ever; then its handle is held back until its bytes are across. Nobody spins
-meanwhile: what computes, and what goes over other links, goes on.
+A world's ranks are assigned to nodes in equal consecutive groups. Between two nodes there is one link per direction,
+shared by all ranks of a node. It carries one collective's bytes after another; later ones wait while it is busy. The
+collective itself runs normally; its handle then completes when its bytes have crossed. No thread spins: compute and
+other links continue.
 
-What crosses is what npuzero's groups on accelerators send. One whose members lie node by node is a ring: an edge of it
-leads to the next node, and carries what every rank sends. One that has neighbours on other nodes (its first axis is the
-inner one) is composed of a ring along the nodes for each rank of a node, and one within them: what crosses then is the
-fewest bytes there can be. An all_to_all and a send go straight to where they belong.
+The bytes that cross are those that npuzero's groups on accelerators send. A group with members in node order is a ring:
+one of its edges leads to the next node, and carries the bytes that every rank sends. A group with neighbours on other
+nodes (its first axis is the inner one) is composed of a ring along the nodes for each rank of a node, and one within
+them: the fewest possible bytes cross. An all_to_all and a send go directly to their destinations.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from npuzero.device import HostLane
 from npuzero.plan import ring_bytes
 
 GBIT = 1e9 / 8
-#: In the environment of ranks that are on nodes: the links' file.
+#: The environment variable of ranks on nodes: the links' file.
 VARIABLE = "WIRES_LINKS"
 
-#: Bytes that cross, by the nodes they come from and go to.
+#: Bytes that cross, by source and destination node.
 Crossing = Mapping[tuple[int, int], float]
 
 
 def crossing_bytes(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
-    """Return what crosses in a collective.
+    """Return the bytes that cross between nodes in a collective.
 
     Args:
         verb: as of ``plan.ring_bytes``; a send is from the first of ``nodes`` to the last.
-        nodes: where each member of the group is, in the group's order.
+        nodes: the node of each member of the group, in the group's order.
         nbytes: bytes of the unsharded buffer.
     """
     if verb == "send":
@@ -53,6 +53,7 @@ def crossing_bytes(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
     if verb == "all_to_all":
         pairs = Counter((here, there) for here in nodes for there in nodes if here != there)
         return {pair: count * nbytes / len(nodes) for pair, count in pairs.items()}
+    # Members in node order form one ring; interleaved ones are composed by level, so fewer bytes cross.
     ring = list(dict.fromkeys(nodes))
     if len(ring) == 1:
         return {}
@@ -62,36 +63,36 @@ def crossing_bytes(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
 
 
 class NodeLinks:
-    """Share the links among all ranks: a file that they map has the rate, and for each link its count and its clock.
+    """Share the links among all ranks through a mapped file with the rate, and each link's byte count and clock.
 
     Args:
-        path: of the file; :meth:`make` makes it.
-        clock: seconds, the same for all who share the file.
+        path: of the file; :meth:`make` creates it.
+        clock: seconds, the same for all users of the file.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._file = os.open(path, os.O_RDWR)  # each has one of its own: a lock on it keeps out threads, too
+        self._file = os.open(path, os.O_RDWR)  # a separate descriptor each: its lock also excludes threads
         weakref.finalize(self, os.close, self._file)
         state: Any = np.memmap(path, np.float64, "r+")
         self.nodes = math.isqrt((len(state) - 1) // 2)
-        self._rate = state[:1]  # bytes a second
+        self._rate = state[:1]  # bytes per second
         self._free_s, self._carried = state[1:].reshape(2, self.nodes, self.nodes)
 
     @classmethod
     def make(cls, path: Path, nodes: int, clock: Callable[[], float] = time.monotonic) -> NodeLinks:
-        """Make the file for so many nodes, with links that are not limited."""
+        """Create the file for ``nodes`` nodes, with unlimited links."""
         np.zeros(1 + 2 * nodes * nodes).tofile(path)
         links = cls(path, clock)
         links.limit(None)
         return links
 
     def limit(self, gbit_per_s: float | None) -> None:
-        """Have every link carry so much a second from now on; None: anything, at once."""
+        """Set the rate of every link from now on; None: unlimited."""
         self._rate[0] = math.inf if gbit_per_s is None else gbit_per_s * GBIT
 
     def carry(self, across: Crossing) -> float:
-        """Have the links carry what crosses; return when all of it has arrived."""
+        """Send the bytes over the links; return the time at which all have arrived."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             arrived_s = now_s = self.clock()
@@ -104,12 +105,12 @@ class NodeLinks:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def carried(self) -> float:
-        """Return how many bytes the link has carried that has carried the most."""
+        """Return the bytes carried by the link that has carried most."""
         return float(self._carried.max())
 
 
 class SharedLinks:
-    """Links between the nodes of a benchmark's teams, whose ranks find them by ``variables``."""
+    """Links between the nodes of a benchmark's teams; their ranks find them by ``variables``."""
 
     def __init__(self, path: Path, nodes: int) -> None:
         self._links = NodeLinks.make(path, nodes)
@@ -117,18 +118,18 @@ class SharedLinks:
         self.limit, self.carried = self._links.limit, self._links.carried
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return ``command`` as it is run on the node of its rank."""
+        """Return ``command`` for the node of its rank."""
         return list(command)
 
 
 class LinkedCommunicator(Communicator):
-    """Hold the handles of ``communicator`` back until what crosses has arrived.
+    """Delay the handles of ``communicator`` until the bytes between nodes have arrived.
 
-    One rank tells the links, and all others when it has arrived, over ``clock``, which joins the same ranks. A send
-    counts as done where it was sent from once the receiver has it, though the link may still carry it.
+    Rank 0 of the group books the transfer and broadcasts its arrival over ``clock``, which connects the same ranks. A
+    send completes on the sender once the receiver has it, even if the link is still carrying it.
 
     Args:
-        nodes: where each member is.
+        nodes: the node of each member.
     """
 
     def __init__(self, communicator: Communicator, clock: Communicator, links: NodeLinks, nodes: Sequence[int]) -> None:
@@ -138,7 +139,7 @@ class LinkedCommunicator(Communicator):
         self._links = links
         self._nodes = nodes
         self._lane = HostLane(self.name)
-        self._arrivals: dict[int, HostLane] = {}  # by sender: what it sends waits for no collective
+        self._arrivals: dict[int, HostLane] = {}  # by sender: a receive waits for no collective
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.communicator.buffer(numel, dtype)
@@ -178,7 +179,7 @@ class LinkedCommunicator(Communicator):
 
     def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> AsyncHandle:
         across = crossing_bytes("send", (self._nodes[from_], self._nodes[self.rank]), buffer.nbytes)
-        received = self.communicator._recv(buffer, from_, tag)  # now: the sender waits for it alone
+        received = self.communicator._recv(buffer, from_, tag)  # at once: the sender waits only for it
 
         def step() -> None:
             received.wait()
@@ -191,7 +192,7 @@ class LinkedCommunicator(Communicator):
         arrived_s = torch.empty(1, dtype=torch.float64)
 
         def step() -> None:
-            start().wait()  # all ranks have come
+            start().wait()  # all ranks have arrived
             if self.rank == 0:
                 arrived_s.fill_(self._links.carry(across))
             self._clock.broadcast(arrived_s, root=0).wait()
@@ -204,9 +205,10 @@ class LinkedCommunicator(Communicator):
 
 
 class LinkedWorld(World):
-    """Take the ranks of ``world`` to be on the nodes that ``links`` join.
+    """Place the ranks of ``world`` on the nodes of ``links``.
 
-    Ranks of a node are ``local`` to each other, so that meshes have them as one; their groups are the world's own.
+    Ranks of a node are ``local`` to each other, so that meshes treat them as one node; their groups are the world's
+    own.
     """
 
     def __init__(self, world: World, links: NodeLinks) -> None:
@@ -222,7 +224,7 @@ class LinkedWorld(World):
         self._of.fail(failure)
 
     def close(self) -> None:
-        """Close its communicators; the world it is made of goes on."""
+        """Close its communicators; the underlying world stays open."""
         self.closed = True
         for communicator in self._made:
             communicator.close()

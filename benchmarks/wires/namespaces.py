@@ -1,7 +1,7 @@
-"""Nodes on this machine: network namespaces that a wire of a given rate joins. Linux, and root, is needed.
+"""Nodes on this machine: network namespaces connected by a wire of limited rate. Needs Linux and root.
 
-Each node has one interface, WIRE, an end of a veth pair; a token bucket (tc-tbf) at either end holds what leaves there
-to the rate. Ranks of one node reach each other by the node's own address, which no bucket is before.
+Each node has one interface, WIRE, an end of a veth pair; a token bucket (tc-tbf) at each end limits its outgoing rate.
+Ranks of one node reach each other by the node's own address, without a bucket.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NUMBERS = itertools.count()
 
 
 class WiredNodes:
-    """Two nodes, and the wire between them; made by :func:`lay_wire`.
+    """Two nodes, and the wire between them; created by :func:`lay_wire`.
 
     Args:
-        each: ranks on a node.
+        each: ranks per node.
 
     Attributes:
         names: of the namespaces, by node.
@@ -40,7 +40,7 @@ class WiredNodes:
         self.variables = {"MASTER_ADDR": self.addresses[0], "GLOO_SOCKET_IFNAME": WIRE}
 
     def lay(self) -> None:
-        """Make the namespaces and the wire, not limited yet; raises BenchmarkError where that is not allowed."""
+        """Create the namespaces and the unlimited wire; raise BenchmarkError if that is not permitted."""
         for name in self.names:
             _run_ip("ip", "netns", "add", name)
         here, there = self.names
@@ -49,42 +49,42 @@ class WiredNodes:
             _run_ip("ip", "-n", name, "address", "add", f"{address}/24", "dev", WIRE)
             for interface in ("lo", WIRE):
                 _run_ip("ip", "-n", name, "link", "set", interface, "up")
-            _run_ip("ip", "netns", "exec", name, "true")  # it mounts /sys anew, which is refused in some containers
+            _run_ip("ip", "netns", "exec", name, "true")  # it remounts /sys, which some containers refuse
 
     def remove(self) -> None:
-        """Remove them, as far as they are there; the wire goes with its ends."""
+        """Remove what exists of them; the wire is removed with its ends."""
         for name in self.names:
             with suppress(BenchmarkError):
                 _run_ip("ip", "netns", "delete", name)
 
     def limit(self, gbit_per_s: float | None) -> None:
-        """Have the wire carry so much a second each way from now on; None: what the machine can."""
+        """Set the wire's rate in each direction from now on; None: unlimited."""
         for name in self.names:
             with suppress(BenchmarkError):  # there may be none
                 _run_ip("tc", "-n", name, "qdisc", "delete", "dev", WIRE, "root")
             if gbit_per_s is not None:
                 bits = round(gbit_per_s * 1e9)
-                burst = max(2**17, bits // 8000)  # a millisecond's bytes, and a packet of offloaded segments at least
+                burst = max(2**17, bits // 8000)  # a millisecond's bytes, and at least one packet of offloaded segments
                 bucket = ("rate", f"{bits}bit", "burst", f"{burst}b", "latency", "50ms")
                 _run_ip("tc", "-n", name, "qdisc", "add", "dev", WIRE, "root", "tbf", *bucket)
 
     def carried(self) -> float:
-        """Return how many bytes the interface of the node has sent that has sent the most, headers included."""
+        """Return the bytes sent by the node that has sent most, headers included."""
         told = [json.loads(_run_ip("ip", "-n", name, "-s", "-j", "link", "show", WIRE)) for name in self.names]
         return float(max(interface["stats64"]["tx"]["bytes"] for (interface,) in told))
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return ``command`` as it is run on the node of its rank, which the environment says."""
+        """Return ``command`` for the node of its rank, given by the environment."""
         prefix = self.names[0].removesuffix("0")
         return ["sh", "-c", f'exec ip netns exec {prefix}$((RANK / {self._each})) "$@"', "sh", *command]
 
 
 @contextmanager
 def lay_wire(each: int) -> Iterator[WiredNodes]:
-    """Lay a wire for the block between nodes of ``each`` ranks.
+    """Create a wire for the block between nodes of ``each`` ranks.
 
     Raises:
-        BenchmarkError: this machine does not allow it; the error says why.
+        BenchmarkError: this machine does not permit it; the error contains the reason.
     """
     wire = WiredNodes(each)
     try:

@@ -18,7 +18,7 @@ from npuzero.bench import Record, Result
 from npuzero.cli.output.palette import CURVES, FAINT, OTHER, STYLE, add_caption
 
 OWN, BESIDE = "npuzero thin", "npuzero hpz"
-#: Where a link without a limit is drawn, in Gbit/s.
+#: The drawn position of an unlimited link, in Gbit/s.
 _BEYOND = 100.0
 _PANELS = {
     "namespaces": "Gloo between network namespaces",
@@ -35,7 +35,7 @@ def plot_wires(results: Sequence[Result], path: Path, source: str = "") -> None:
 
 
 def draw_wires(results: Sequence[Result], source: str = "") -> Figure:
-    """Return the picture: a panel for each kind of links, a line for each contender."""
+    """Return the picture: a panel for each kind of link, a line for each contender."""
     kinds = [kind for kind in _PANELS if any(result.parameters["links"] == kind for result in results)]
     figure, panels = plt.subplots(
         1, len(kinds), figsize=(6.2 * len(kinds), 5), sharey=True, squeeze=False, layout="constrained"
@@ -53,7 +53,7 @@ def draw_wires(results: Sequence[Result], source: str = "") -> Figure:
 
 
 def summarize_wires(results: Sequence[Result]) -> str:
-    """Return what the picture shows, in a line: thin beside hpz at 1 Gbit/s, where both were measured."""
+    """Summarize the picture in one line: thin against hpz at 1 Gbit/s, if both were measured."""
     for result in results:
         if result.parameters["gbit_per_s"] == 1 and {OWN, BESIDE} <= result.seconds.keys():
             fast = result.speedup(OWN, BESIDE).median
@@ -62,7 +62,7 @@ def summarize_wires(results: Sequence[Result]) -> str:
 
 
 def rate_points(results: Sequence[Result], name: str) -> list[tuple[float, float]]:
-    """Return the rates in Gbit/s at which ``name`` was measured, ascending, and its median seconds."""
+    """Return the rates in Gbit/s at which ``name`` was measured, ascending, with its median seconds."""
     there = [result for result in results if name in result.seconds]
     found = [(result.parameters["gbit_per_s"] or _BEYOND, statistics.median(result.seconds[name])) for result in there]
     return sorted(found)
@@ -82,7 +82,7 @@ def _draw_wire_panel(axes: Axes, kind: str, results: Sequence[Result], looks: Ma
 
 
 def _line_styles(names: Sequence[str]) -> dict[str, dict[str, object]]:
-    """A colour and dashes for each: npuzero's plans have the palette's curves, others are grey."""
+    """Return colour and dashes of each: npuzero's plans use the palette's curves, competitors are grey."""
     curves, greys = iter(CURVES), iter(((OTHER, "-"), (FAINT, (0, (3, 1))), (FAINT, (0, (1.4, 0.9)))))
     found = {}
     for name in names:

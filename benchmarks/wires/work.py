@@ -1,6 +1,6 @@
-"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as those of benchmarks.step.work.
+"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as in benchmarks.step.work.
 
-npuzero's contenders are plans: over gloo alone, or where the environment names links, over shared memory and those.
+npuzero's contenders are plans: over gloo, or if the environment names links, over shared memory with those links.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 
 from model import GPT, GPTConfig
 
-#: Ranks of a node, and of these nodes in all.
+#: Ranks per node, and in total.
 EACH, RANKS = 2, 4
 PLANS = ("zero3", "hpz", "zero++", "thin")
 
 
 @dataclass(frozen=True)
 class DemoWorkload(GPTWorkload):
-    """Sizes of the demo's GPT and of a step; with these it has 25.4 M parameters, and little to compute."""
+    """Sizes of the demo's GPT and of a step. The default model has 25.4 M parameters and little compute."""
 
     sequence: int = 16
     batch: int = 1
 
     def model(self) -> Any:
-        """The model in float32 on the CPU; the same weights in every process."""
+        """The model in float32 on the CPU, with the same weights in every process."""
         torch.manual_seed(0)
         return GPT(GPTConfig(self.dim, self.layers, self.heads, self.vocabulary))
 
 
 def npuzero_on_nodes(preset: str) -> Build:
-    """npuzero under a preset in which nodes differ from what is on them."""
+    """npuzero under a preset that distinguishes levels within and between nodes."""
     import npuzero
     from benchmarks.wires.links import VARIABLE, LinkedWorld, NodeLinks
 
@@ -67,8 +67,9 @@ def npuzero_on_nodes(preset: str) -> Build:
     return build
 
 
-#: Its stage 3 as it comes keeps parameters of this size from forward to backward; here it gathers them again, as its
-#: second copy of hpZ is for. (Version 0.19.8 has the quantizer of ZeRO++ for accelerators only, and says so.)
+#: By default its stage 3 keeps parameters of this size from forward to backward; these settings gather them again,
+#: which is the purpose of hpZ's second copy. (Version 0.19.8 has the quantizer of ZeRO++ for accelerators only, and
+#: raises an error.)
 _HPZ = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": EACH}
 _ZEROPP = {**_HPZ, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 PEERS = ("deepspeed-3", "deepspeed-hpz", "deepspeed-zero++")
@@ -80,10 +81,10 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
 
 
 class WireRank(work.StepRank):
-    """A rank that says what its plan sends from node to node."""
+    """A rank that reports the traffic of its plan between nodes."""
 
     def crossed(self) -> int:
-        """The bytes that this rank has sent to other nodes in the last step, level by level."""
+        """The bytes that this rank sent to other nodes in the last step, summed by level."""
         import npuzero
 
         return sum(npuzero.report(self.steps.model).sent_along["node"].values())

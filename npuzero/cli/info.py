@@ -26,7 +26,7 @@ def run_info(options: argparse.Namespace) -> str:
 def render_info(facts: dict[str, Any]) -> str:
     """Return the facts as a page of text."""
     devices, isa = facts["devices"], facts["isa"]
-    # Device kinds come from the facts, not from this build: the page lists kinds without a device as well.
+    # Kernels and collectives are listed for every kind of device, also for kinds that are not available here.
     named = {
         "Versions": {**facts["versions"], "platform": facts["platform"]},
         "Devices": {name: text for found in devices.values() for name, text in found["devices"].items()},

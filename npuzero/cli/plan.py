@@ -222,7 +222,7 @@ def render_plan(
     A rank's memory adds a column of fits; a mesh with more axes adds traffic by axis and of layers; offloaded parts add
     the bytes moved between memories.
     """
-    # Fits and advice use all presets, tables only the merged rows: keys of `rows` are joined names.
+    # Tables have a row per distinct plan, under joined names; the advice below them searches all presets.
     rows = merge_equal_presets(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}

@@ -52,7 +52,7 @@ _MAX_NORM = 1.0
 
 
 def comm_benchmark_names(quick: bool) -> list[str]:
-    """Return every benchmark of the suite as ``collective/dtype/KiB``; each runs on all ranks."""
+    """Return every benchmark of the suite as ``collective/dtype/KiB``, without the number of ranks."""
     sizes = (64,) if quick else _SIZES_KIB
     middle = sizes[len(sizes) // 2]
     return [

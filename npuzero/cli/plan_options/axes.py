@@ -50,6 +50,7 @@ def check_axis_options(options: argparse.Namespace) -> None:
     ):
         if getattr(options, option) and wrong:
             raise ConfigError(f"--{option}", expected=needed, got="another", do="Leave one of them out, or say both.")
+    # A mode that slices sequences gives each tensor rank an equal part of a micro-batch's tokens.
     if sliced and (options.tokens or 0) % options.tensor:
         raise ConfigError(
             "--tokens",
