@@ -280,6 +280,7 @@ class _RunSearch:
         for done, i in enumerate(order):
             tell(done, len(order))
             way = self._ways[i]
+            # ``least`` is a lower bound of time: above the best time so far, a run cannot be the fastest.
             beaten = way.least >= best and not self._every
             if beaten and way.divided:
                 continue

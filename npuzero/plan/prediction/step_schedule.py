@@ -144,7 +144,7 @@ class _StepWriter:
             (self._backward if backward else self._forward)(self._parts[number])
 
     def _micro_batches(self, count: int) -> None:
-        """Forward and backward of the full model, ``count`` times."""
+        """Append the passes of the full model, ``count`` times."""
         for unit in self._units:
             unit.passes = count
         if count > 1:
@@ -156,7 +156,7 @@ class _StepWriter:
         self._pass()
 
     def _pass(self) -> None:
-        """Forward and backward of one micro-batch."""
+        """Append the forward and backward of one micro-batch."""
         self._forward(self._whole)
         self._backward(self._whole)
 
@@ -279,6 +279,7 @@ class _StepWriter:
             self._finish_restore(unit)
 
     def _finish_restore(self, unit: PlannedUnit) -> None:
+        # Late units start R4 in forward order, so that all ranks start these collectives in the same order.
         while self._owed and self._owed[0].index <= unit.index:
             self._restore(self._owed.popleft())
         if unit.restores:

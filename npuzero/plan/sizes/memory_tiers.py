@@ -35,7 +35,7 @@ def device_shard_numel(placement: Placement, numel: int) -> int:
 
 
 def offloaded_block_bytes(precision: Precision, parameter: torch.dtype) -> int:
-    """Return the bytes that MOMENT_BLOCK offloaded elements count for in a chunk: masters and two moments."""
+    """Return the bytes that MOMENT_BLOCK offloaded elements count for: masters or parameters, and two moments."""
     beside = 0 if precision.keeps_fp32_masters(parameter) else parameter.itemsize
     return MOMENT_BLOCK * (precision.master_bytes(parameter) + beside) + 2 * precision.moment_bytes(MOMENT_BLOCK)
 

@@ -66,6 +66,7 @@ def find_group_placement(cluster: Cluster, mesh: MeshShape, axes: Axes) -> Group
     within = 1
     for axis, n in mesh.sizes(axes).items():
         stride = _stride(mesh, axis)
+        # Nodes have consecutive ranks: along an axis, as many neighbours share a node as its stride fits into one.
         within *= max(1, math.gcd(stride * n, cluster.local) // stride)
     return GroupPlacement(size, min(size, within))
 

@@ -44,6 +44,7 @@ class DeviceKernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # Fused kernels give a mask no gradient, and the CPU's have no dropout: then scores are kept.
         if self._plain or (attn_mask is not None and attn_mask.requires_grad) or (dropout_p and self._cpu):
             out, _ = _ATEN._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

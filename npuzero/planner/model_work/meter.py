@@ -187,6 +187,7 @@ class OpMeter(TorchDispatchMode):
             self._last = self._inside[-1]
             return self._last
         node = torch._C._current_autograd_node()
+        # Autograd numbers nodes in the order of forward: the number of a backward node gives the unit that created it.
         number = node._sequence_nr() if node is not None else _NO_FORWARD
         if number < _NO_FORWARD:
             self._last = self._units[bisect.bisect_right(self._numbers, number) - 1]

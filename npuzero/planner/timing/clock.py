@@ -115,6 +115,7 @@ class StepClock:
                 do="Count it for the same model.",
             )
         mesh = run.plan.mesh_shape(run.mesh)
+        # All stages wait for the slowest one, so only that is simulated, as a model without a pipeline.
         stage = slowest_stage_shape(job.model, mesh.pipe)
         here = divide_workload(work, job.model, mesh)
         own = replace(here, units=here.units[: len(stage.units)])
@@ -216,6 +217,7 @@ class _ProgramTiming:
         """Return the busy seconds of a step by resource, including traffic of layers and stages."""
         totals = self.program.totals(self.micro_batches)
         waits, times = self.waits, self.micro_batches
+        # Recomputation repeats the forward's half of the layers' traffic.
         for lane, link, seconds in (
             ("layers", waits.layers_link, times * sum(waits.layers) * (1.5 if self.recompute else 1.0)),
             ("stages", waits.stages_link, times * 2 * waits.exchange_s),
@@ -297,5 +299,6 @@ def _find_bottleneck(parts: Mapping[str, float], totals: Totals) -> str:
         if kind == "link" or name in _COPIES or (kind, name) == ("lane", "update"):
             what = "optimizer" if name == "update" else _COPIES.get(name, name)
             others[what] = max(others.get(what, 0.0), seconds)
+    # The device's kinds of work share one lane, so their sum competes with the links; links run in parallel.
     most = max(others, key=lambda what: others[what], default="")
     return most if most and others[most] > sum(device.values()) else max(device, key=lambda what: device[what])

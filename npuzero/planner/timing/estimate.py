@@ -148,6 +148,7 @@ def _plan_arguments(plan: Plan) -> dict[str, Any]:
     offload = next((each for each in OFFLOADS if plan.name.endswith(f"+{each}") and each != plan.name), None)
     name = plan.name if offload is None else plan.name.removesuffix(f"+{offload}")
     beside = size if offload is None else size | {"offload": offload}
+    # A name is only returned if it builds the same plan again, so that zero() trains exactly as estimated.
     for precision in PRECISIONS:
         try:
             made = Plan.preset(name, precision=precision, local_size=plan.local_size)

@@ -182,6 +182,7 @@ class ProgramPlayer:
             self.spans.append(Span(category, name, begin, self.now, 0))
 
     def _send(self, send: LaneCollective) -> None:
+        # Lanes that share a link take turns on it: their bytes compete for one bandwidth.
         begin = max(self.now, self._free.get(send.lane, 0.0), self._links.get(send.link, 0.0), self._copied)
         end = begin + send.seconds
         self._free[send.lane] = self._links[send.link] = end

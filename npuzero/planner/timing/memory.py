@@ -191,6 +191,7 @@ def _divide_stretches(stretches: Sequence[ActivationStretch], run: TrainingRun) 
     t, q = run.mesh.tensor, run.mesh.sequence
     if t * q == 1:
         return tuple(stretches)
+    # Of 34 bytes per element of a block, tensor ranks divide 24 and replicate 10.
     blocks = (10 + 24 / t) / 34
 
     def cut(stretch: ActivationStretch) -> ActivationStretch:
@@ -211,6 +212,7 @@ def _offload_stretches(stretches: Sequence[ActivationStretch], share: float) -> 
     for stretch in stretches:
         if stretch.unit and not stretch.backward:
             inputs[stretch.unit] += stretch.left_bytes
+    # Offloaded inputs leave the device at the end of forward and return for backward, so backward frees less there.
     gone = {unit: int(nbytes * (1 - share)) for unit, nbytes in inputs.items()}
     most = _ON_THE_WAY * max(inputs.values())
     moved = []
@@ -226,6 +228,7 @@ def _pipeline_activation_bytes(stretches: Sequence[ActivationStretch], run: Trai
     """Return the activations of a pipeline rank: of micro-batches in flight, and the largest unit workspace."""
     ranks, first = run.mesh.pipe, stretches[0]  # first: the root's, the input of the first block
     kept = [s.left_bytes for s in stretches if s.unit and not s.backward]
+    # The last rank may have fewer blocks; the largest number is assumed, since this is an upper bound.
     blocks = -(-len(kept) // ranks) / len(kept)
     under_way = min(ranks - rank, run.micro_batches)
     here = [s for s in stretches if s.unit or rank == ranks - 1 or (s is first and not rank)]

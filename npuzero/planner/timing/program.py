@@ -63,6 +63,7 @@ class StepProgram:
         units = build_planned_units(steady.flats, steady.plan, steady.mesh)
         writer = _ProgramWriter(cluster, steady.mesh, steady.plan, units, steady.step)
         at = next((i for i, move in enumerate(moves) if isinstance(move, RepeatMoves) and _has_compute(move)), -1)
+        # The device's update is not a move of the schedule: it runs after the last move of gradients.
         last = next((i for i in range(len(moves), 0, -1) if _precedes_update(moves[i - 1])), 0)
         done = (*writer.steps(moves[max(at + 1, 0) : last]), *writer.update(), *writer.steps(moves[last:]))
         alike = moves[at] if at >= 0 else None
