@@ -18,7 +18,7 @@ from npuzero.shard.modules.attribute_overlay import overlay_attributes
 
 #: Called with the module, its arguments and keyword arguments; may return others.
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
-#: Called with the module and what it returned.
+#: Called with the module and its output.
 After = Callable[[nn.Module, Any], None]
 #: Called if the call inside raised; the error is raised again.
 Failed = Callable[[], None]

@@ -45,7 +45,7 @@ class DelayedUpdate:
         self._stream = stream
         self._mover = spaces.mover
         self.pending = False
-        self._by: weakref.ref[object] | None = None  # the optimizer whose update is pending
+        self._by: weakref.ref[object] | None = None  # the optimizer of the pending update
         self._behind: dict[FlatParameter, list[slice]] = {}
         self.banks: list[StateStore] = []
         if flats:

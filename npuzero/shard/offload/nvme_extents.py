@@ -2,7 +2,7 @@
 
 A save reads the state of one moment while training writes on, without a copy in memory and without waiting. A write to
 a kept extent goes to a second store, and the old contents stay in the first. Once the first is released, the next write
-of the extent returns there. The second store is freed when no extent is in it.
+of the extent returns there. The second store is freed when no extent is in it or kept.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ class OffloadedUpdate:
 
     @property
     def busy(self) -> bool:
-        """Return whether there is an update whose end has not been waited for."""
+        """Return whether there is an update not yet waited for to its end."""
         return self._job is not None
 
     @property

@@ -40,7 +40,7 @@ class ModelPart:
 
 
 def reduction_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return units in the order in which their gradients are reduced.
+    """Return units in the order of their gradient reductions.
 
     Backward runs through the blocks in reverse; the root's gradients begin first and end last.
     """
