@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from npuzero.comm import Mesh, World
 from npuzero.comm.watchdog.call_names import collective_call
+from npuzero.comm.watchdog.frozen_parameters import FrozenParameters, record_frozen
 from npuzero.config import Settings, read_environment
 from npuzero.memory import MemorySpaces
 from npuzero.plan import AXES, PIPE, STAGE, TO_HOST, Report
@@ -154,6 +156,18 @@ class Engine:
         )
         watch_conversions(model)
         refuse_wrappers()
+        world.board.watch_model(self.list_frozen)
+
+    def list_frozen(self) -> FrozenParameters:
+        """Return the parameters that the program has frozen since the model was sharded."""
+        slots = [
+            (slot.name, parameter)
+            for flat in self._flats
+            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
+        ]
+        digest = hashlib.sha256("\0".join(name for name, _ in slots).encode()).hexdigest()[:16]
+        with torch._C.DisableTorchFunctionSubclass():
+            return record_frozen(digest, [name for name, parameter in slots if not parameter.requires_grad])
 
     @property
     def device(self) -> torch.device:

@@ -166,4 +166,11 @@ MUTANTS: tuple[PackageMutant, ...] = (
         "if engine.world.ranks[0]:",
         ("world/test_subworld.py::test_each_group_exports_its_weights",),
     ),
+    PackageMutant(
+        "a parameter that one rank has frozen is taken for a step that it left out",
+        "comm/watchdog/frozen_parameters.py",
+        "        if len(records) > 1\n",
+        "        if not records\n",
+        ("faults/test_frozen_on_one_rank.py::test_every_rank_names_what_another_has_frozen[zero3-first layer]",),
+    ),
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from npuzero import config
 from npuzero.comm.watchdog.call_names import CallSite
+from npuzero.comm.watchdog.frozen_parameters import FrozenParameters
 from npuzero.comm.watchdog.hang_detector import (
     NOWHERE,
     CallExit,
@@ -161,7 +162,7 @@ class SharedStatusStore:
 
 
 def _parse_rank_status(text: str) -> RankStatus:
-    waits, arrived, ended, left = json.loads(text)
+    waits, arrived, ended, left, frozen = json.loads(text)
     return RankStatus(
         tuple(
             PendingWait(Rendezvous(place, number, tuple(ranks), said), since_s, CallSite(*where))
@@ -170,4 +171,5 @@ def _parse_rank_status(text: str) -> RankStatus:
         arrived,
         ended,
         left and CallExit(CallSite(*left[0]), *left[1:]),
+        tuple(FrozenParameters(model, total, tuple(names)) for model, total, names in frozen),
     )

@@ -18,11 +18,13 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from npuzero.comm.watchdog.call_names import STEP, CallSite, error_subject, find_call_site, record_exits
+from npuzero.comm.watchdog.frozen_parameters import FrozenParameters, describe_frozen_difference
 from npuzero.device.lane import LaneThread, Patience
 from npuzero.errors import CollectiveError
 
@@ -112,13 +114,15 @@ class CallExit(NamedTuple):
 class RankStatus(NamedTuple):
     """Hold one rank's ``waits`` (none while it may go on), its ``arrived`` counts by place, and how it ``ended``.
 
-    ``left``: the call that it left by an exception, until it calls again.
+    ``left``: the call that it left by an exception, until it calls again. ``frozen``: the parameters that it has frozen
+    of each of its models, where it waits.
     """
 
     waits: tuple[PendingWait, ...]
     arrived: dict[str, int]
     ended: str = ""
     left: CallExit | None = None
+    frozen: tuple[FrozenParameters, ...] = ()
 
 
 #: The slot of a rank that does not wait.
@@ -197,7 +201,12 @@ class HangDetector:
         self._failure: CommunicatorFailure | None = None
         self._left: CallExit | None = None
         self._warned: set[tuple[int, CallExit]] = set()
+        self._models: list[weakref.WeakMethod[Callable[[], FrozenParameters]]] = []
         self.warn_s = WARN_S
+
+    def watch_model(self, frozen: Callable[[], FrozenParameters]) -> None:
+        """Ask ``frozen``, a method, in each long wait of this rank, as long as its object lives."""
+        self._models = [*(model for model in self._models if model()), weakref.WeakMethod(frozen)]
 
     def enter(self) -> None:
         """Register the calling thread as a user of the world, once per thread."""
@@ -313,14 +322,24 @@ class HangDetector:
         if missed:
             expected = f"{missed} on every rank, since it is collective"
             do = f"Look for a branch that only some ranks take, and call {missed} on every rank."
-        self._fail(CommunicatorFailure(kind, self.rank, expected, _describe_statuses(slots, missed), do))
+        got = _describe_statuses(slots, missed)
+        # The first cause: ranks that train different parameters issue different collectives wherever they are.
+        if frozen := describe_frozen_difference({rank: slot.frozen for rank, slot in slots.items()}):
+            expected = "the same parameters to be frozen on every rank"
+            do = "Call requires_grad_(False) for the same parameters on every rank."
+            got = f"{frozen} ({_describe_statuses(slots, '')})"
+        self._fail(CommunicatorFailure(kind, self.rank, expected, got, do))
         return self.failure()
 
     def _write(self) -> None:
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         waits = tuple(self._waits.values()) if self._threads <= self._waits.keys() else ()
         if waits or self._written.waits or self._left != self._written.left:
-            self._put(RankStatus(waits, self._arrived()) if waits else NOWHERE._replace(left=self._left))
+            self._put(self._waiting(waits) if waits else NOWHERE._replace(left=self._left))
+
+    def _waiting(self, waits: tuple[PendingWait, ...]) -> RankStatus:
+        frozen = tuple(method() for method in (model() for model in self._models) if method is not None)
+        return RankStatus(waits, self._arrived(), frozen=frozen)
 
     def _put(self, slot: RankStatus) -> None:
         if slot != self._written and not self._written.ended:
