@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure_folder(folder: Path, nbytes: int, threads: int) -> Benchmark:
-    """Reads and writes of ``nbytes``, there and back."""
+    """Compare reads and writes of ``nbytes``, there and back."""
     ring = [FileStore.aligned(CHUNK_BYTES) for _ in range(SLOTS)]
     stores = {name: FileStore([folder], nbytes, threads=threads, verify=name == VERIFIED) for name in (PLAIN, VERIFIED)}
     raw = RawFile(folder, nbytes, threads)

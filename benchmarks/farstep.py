@@ -85,7 +85,7 @@ class TimedTraining:
         npuzero.report(self.model)
 
     def visit(self, count: int) -> float:
-        """Seconds per step. An untimed step before leaves its update running, as the last timed one does."""
+        """Return seconds per step. An untimed step before leaves its update running, as the last timed one does."""
         self.step()
         begin_s = time.perf_counter()
         for _ in range(count):
@@ -95,7 +95,7 @@ class TimedTraining:
         return seconds
 
     def parts(self) -> StepParts:
-        """The parts of a step, without overlap."""
+        """Return the parts of a step, without overlap."""
         found = [self._timed() for _ in range(TRIES + 1)][1:]
         return StepParts(*(median(values) for values in zip(*found, strict=True)))
 
@@ -164,7 +164,7 @@ def visit_training(who: str, training: TimedTraining, count: int) -> float:
 def find_hiding_batch(
     hiding: Callable[[StepParts], float], trainings: dict[str, TimedTraining], sizes: GPTWorkload
 ) -> tuple[GPTWorkload, dict[str, StepParts]]:
-    """The first batch found with hiding compute at least as long as the update from disk, and all timings."""
+    """Find a batch with hiding compute at least as long as the update from disk; return it with all timings."""
     sizes = replace(sizes, batch=1)
     while True:
         for training in trainings.values():

@@ -5,7 +5,7 @@
 
 README contains five of them and the picture, docs/benchmarks.md all.
 
-The figures are those of benchmarks.goals; figures without records are omitted.
+benchmarks.goals defines the figures; figures without records are omitted.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ HEADLINES = (
 
 
 def read_records(folder: Path) -> tuple[list[Record], dict[str, Result]]:
-    """The records in a folder, and all their results by name.
+    """Return the records in a folder, and all their results by name.
 
     Raises:
         ConfigError: two of them hold the same benchmark.
@@ -113,13 +113,13 @@ def read_records(folder: Path) -> tuple[list[Record], dict[str, Result]]:
 
 
 def format_range(figure: GoalFigure, values: Sequence[float]) -> str:
-    """The range of the values, and whether the worst reaches the goal."""
+    """Return the range of the values, and whether the worst reaches the goal."""
     ends = dict.fromkeys(f"{round(value, 2) + 0.0:.2f}" for value in (min(values), max(values)))
     return f"{'–'.join(ends)} {'✓' if figure.meets(values) else '✗'}"
 
 
 def figure_groups(results: Results) -> dict[str, list[list[str]]]:
-    """By group: name, against, measured, goal."""
+    """Return name, against, measured and goal of each figure, by group."""
     found: dict[str, list[list[str]]] = {group: [] for group in GROUPS}
     for figure in FIGURES:
         if values := figure.measured(results):
@@ -129,7 +129,7 @@ def figure_groups(results: Results) -> dict[str, list[list[str]]]:
 
 
 def format_figures(results: Results) -> str:
-    """The tables for a terminal."""
+    """Format the tables for a terminal."""
     blocks = [
         format_table([GROUPS[group], "against", "measured", "goal"], lines)
         for group, lines in figure_groups(results).items()
@@ -180,7 +180,7 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 
 
 def replace_block(document: str, block: str) -> str:
-    """``document`` with ``block`` between its markers."""
+    """Return ``document`` with ``block`` between its markers."""
     before, _, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

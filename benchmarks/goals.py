@@ -49,11 +49,11 @@ class GoalFigure:
     presets: tuple[str, ...] = ()
 
     def measured(self, results: Results) -> list[float]:
-        """The values in the results, in order; empty if there are none."""
+        """Return the values in the results, in order; empty if there are none."""
         return [value for name in self.benchmarks if name in results for value in self.values(results[name])]
 
     def meets(self, values: Sequence[float]) -> bool:
-        """Whether the worst of ``values``, as displayed, reaches the goal."""
+        """Return whether the worst of ``values``, as displayed, reaches the goal."""
         worst = round(max(values), 2) if self.at_most else round(min(values), 2)
         return worst <= self.goal if self.at_most else worst >= self.goal
 
@@ -98,7 +98,7 @@ def find_exact_contender(result: Result) -> str:
 
 
 def _disk_figures(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[GoalFigure]:
-    """Two rows against the fastest of ``others``: time that states add to a step, and updates up to the end of writes.
+    """Return rows against the fastest of ``others``: time that states add to a step, and updates with their writes.
 
     Args:
         storage: as in the contender's name; empty: float32 states, in npuzero's smallest exact layout.
@@ -125,7 +125,7 @@ def _disk_figures(storage: str, against: str, goal: float, precisions: Sequence[
 
 
 def _offload_figure(name: str, against: str, goal: float, benchmark: str, contender: str) -> GoalFigure:
-    """A row of steps that offload something."""
+    """Return a row of steps that offload something."""
 
     def values(result: Result) -> list[float]:
         return [result.slowdown(contender).median] if contender in result.seconds else []
@@ -134,7 +134,7 @@ def _offload_figure(name: str, against: str, goal: float, benchmark: str, conten
 
 
 def _at_most_figure(group: str, name: str, against: str, goal: float, names: Sequence[str], value: Value) -> GoalFigure:
-    """A row with a maximum as its ``goal``."""
+    """Return a row with a maximum as its ``goal``."""
     return GoalFigure(group, name, against, goal, tuple(names), lambda result: [value(result)], at_most=True)
 
 
@@ -147,7 +147,7 @@ def _host_pair_figure(name: str, mode: str) -> GoalFigure:
 
 
 def _torch_comparison_figures(group: str, suite: str, name: str, against: str, goal: float) -> list[GoalFigure]:
-    """Rows of a step that ranks share, its time and memory, against torch over gloo and over npuzero's backend."""
+    """Return rows of a step that ranks share: time and memory, against torch over gloo and npuzero's backend."""
     names = [f"{suite}/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16")]
     rows = []
     for other, backend in (("torch", "gloo"), ('torch on "shm"', 'the backend "shm"')):
@@ -181,7 +181,7 @@ def _wire_figure(against: str, goal: float) -> GoalFigure:
 
 
 def _planner_figure(batch: int) -> GoalFigure:
-    """A row of the planner's error: the difference of planned and measured seconds, relative to the measured."""
+    """Return a row of the planner's error: planned minus measured seconds, relative to the measured."""
 
     def apart(result: Result) -> list[float]:
         planned = {name: values["planned_s"] for name, values in result.values.items()}

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made: 70 MB of the base
+import torch._dynamo  # noqa: F401 - torch imports it with the first optimizer: 70 MB of the base
 
 import npuzero
 from benchmarks.step import memory
@@ -47,7 +47,7 @@ CHUNKS = 16
 BEYOND = 0.05
 #: Bytes per step that do not count as growth: a page.
 PAGE = 4096
-#: Steps before the first measurement; and steps per line of progress, in the last of which freed memory is returned.
+#: Steps before the first measurement; and steps per line of progress, with freed memory returned in the last.
 FIRST, A_LINE = 10, 10
 
 
@@ -95,14 +95,14 @@ class HighWaterRank:
         }
 
     def train(self, steps: int) -> list[tuple[float, int]]:
-        """The seconds of each step, and the memory before its update, when none is running.
+        """Take steps; return the seconds of each, and the memory before its update, when none is running.
 
         In the last step freed memory is returned first.
         """
         return [self._step(give_back=left == 1) for left in range(steps, 0, -1)]
 
     def peak(self) -> int:
-        """The peak since :meth:`base`."""
+        """Return the peak since :meth:`base`."""
         return memory.peak_resident_bytes(torch.device("cpu"))
 
     def _step(self, give_back: bool) -> tuple[float, int]:
@@ -122,7 +122,7 @@ class HighWaterRank:
 
 
 def growth_per_step(held: Sequence[float]) -> float:
-    """Growth in bytes per step between both halves, of the steps that return freed memory.
+    """Return the growth in bytes per step between both halves, of the steps that return freed memory.
 
     held: of every step, in order; the last of each A_LINE returns freed memory.
     """

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def host_benchmark(layers: int) -> Benchmark:
-    """A GPT of ``layers`` blocks, each a unit, and the root."""
+    """Build the benchmark of a GPT of ``layers`` blocks, each a unit, and the root."""
     sizes = GPTWorkload(dim=32, layers=layers, heads=1, sequence=8, batch=1, precision="fp32")
     steps = {TORCH: plain_step(sizes)} | {f"npuzero {preset}": sharded_step(sizes, preset) for preset in PRESETS}
 

@@ -144,7 +144,7 @@ def perceptron_step(mode: str, layers: int) -> Step:
 
 
 def mode_benchmark(mode: str, layers: int) -> Benchmark:
-    """A benchmark of one mode against no collectives."""
+    """Build the benchmark of one mode against no collectives."""
     steps = {name: perceptron_step(name, layers) for name in (PLAIN, mode)}
 
     def check() -> str:

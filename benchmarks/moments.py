@@ -30,7 +30,7 @@ Store = Callable[[Tensor], Tensor]
 
 
 def trained_moments(steps: int) -> list[tuple[Tensor, Tensor]]:
-    """exp_avg and exp_avg_sq of every matrix after ``steps`` of AdamW with torch's default betas."""
+    """Return exp_avg and exp_avg_sq of every matrix after ``steps`` of AdamW with torch's default betas."""
     torch.set_num_threads(1)  # the model is small
     torch.manual_seed(0)
     model = GPT(GPTConfig(dim=64, layers=4, heads=2))
@@ -73,7 +73,7 @@ def dynamic_map_store(block: int, *, signed: bool) -> Store:
 
 
 def update_error(moments: list[tuple[Tensor, Tensor]], first: Store, second: Store) -> float:
-    """The relative error of the update."""
+    """Return the relative error of the update."""
     apart = whole = 0.0
     for m, v in moments:
         exact = (m / (v.sqrt() + EPS)).double()

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def extra_contenders(precision: str, ranks: int) -> dict[str, str]:
-    """Contenders of some runs: stage 2, if a stage has several ranks; with one, torch without FSDP2.
+    """Return contenders of some runs: stage 2, if a stage has several ranks; with one, torch without FSDP2.
 
     FSDP2 can only be omitted in fp32: in bf16 it rounds the parameters.
     """

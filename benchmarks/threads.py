@@ -168,7 +168,7 @@ def measure_threads(options: argparse.Namespace) -> Result:
 
 
 def thread_team(name: str, workload: GPTWorkload, ranks: int) -> Team:
-    """The ranks of a contender, with one thread each."""
+    """Return the ranks of a contender, with one thread each."""
     contender = f"benchmarks.step.contenders:{CONTENDERS[name]}"
     return Team(
         name,
@@ -181,7 +181,7 @@ def thread_team(name: str, workload: GPTWorkload, ranks: int) -> Team:
 
 
 def mean_counts(counted: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of the counts over all ranks."""
+    """Return the mean of the counts over all ranks."""
     keys = sorted({key for one in counted for key in one})
     return {key: statistics.fmean(one.get(key, 0.0) for one in counted) for key in keys}
 

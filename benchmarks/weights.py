@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 
 def measure_weights(world: World, folder: Path, width: int, layers: int) -> Figures:
-    """Return the figures of ``layers`` float32 matrices of ``width`` x ``width``; collective. Files stay in ``folder``."""
+    """Measure ``layers`` float32 matrices of ``width`` x ``width``. Collective. Files stay in ``folder``."""
     # Allocate what does not depend on the size first: communicators, buffers of slots.
     warm = npuzero.zero(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 3, world=world)
     npuzero.export(warm, folder / "warm.safetensors")

@@ -136,7 +136,7 @@ _LATER = {"advise": "npuzero.planner.advice", "initialize": "npuzero.compat.deep
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
     def __getattr__(name: str) -> Any:
-        """Return an attribute whose module imports parts of the package that most programs do not need."""
+        """Import and return an attribute that needs parts of the package that most programs do not use."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -196,7 +196,7 @@ class ZeroAccelerator(Accelerator):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the unsharded state dict on rank 0, and {} on the other ranks. Collective for a sharded model."""
+        """Return the unsharded state dict on rank 0, and {} on all other ranks. Collective for a sharded model."""
         inside = self._inside(model)
         if adopt.is_sharded(inside):
             return full_state_dict(inside)
@@ -272,7 +272,7 @@ class ZeroAccelerator(Accelerator):
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Wrap an optimizer whose loss scaler decides on the device whether to skip a step."""
+    """Wrap an optimizer with a loss scaler that decides on the device whether to skip a step."""
 
     _skipped_before = 0
 

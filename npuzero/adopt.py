@@ -36,7 +36,7 @@ FOLDER = "npuzero"
 
 
 def package_missing_error(door: str, package: str, error: ImportError) -> PackageMissing:
-    """Return the error for an integration (``door``) whose ``package`` cannot be imported."""
+    """Return the error for an integration (``door``) with a ``package`` that cannot be imported."""
     return PackageMissing(
         door,
         expected=f"the package {package}",

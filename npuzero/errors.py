@@ -26,7 +26,7 @@ class NpuZeroError(Exception):
         subject: what the error is about, e.g. ``"flat_adam: grad"``.
         expected: the value that would have been correct.
         got: the actual value.
-        do: what the reader can do about it.
+        do: the remedy, as a sentence for the reader.
         facts: further values, stored in ``error.facts``.
 
     Example::

@@ -39,11 +39,11 @@ class AxisContender:
     work: str = "benchmarks.axes.work"
 
     def batch(self, rank: int, ranks: int) -> int:
-        """The batch of ``rank`` among ``ranks``."""
+        """Return the batch of ``rank`` among ``ranks``."""
         return rank % (ranks // self.shared) if self.apart else rank // self.shared
 
     def team(self, batches: list[list[int]], contender: str = "", threads: int = 1) -> Team:
-        """A team of ranks with these batches, of this contender or another."""
+        """Return a team of ranks with these batches, of this contender or another."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         named = f"{self.work}:{contender or self.contender}"
         return Team(
@@ -62,7 +62,7 @@ def ask_nothing(teams: Mapping[str, Team], result: Result) -> None:
 
 
 def add_axis_comparison_options(parser: argparse.ArgumentParser, sizes: type[LlamaSizes] = LlamaSizes) -> None:
-    """The options of every comparison, including those of ``sizes``."""
+    """Add the options of every comparison, including the fields of ``sizes``."""
     sizes.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="each a process with one thread")
     parser.add_argument("--rounds", type=int, default=15, help="at the most")
@@ -118,7 +118,7 @@ def measure_sides(
 
 
 def format_sides(result: Result) -> str:
-    """Times relative to the baseline, and memory, for people."""
+    """Format times relative to the baseline, and memory, for people."""
     lines = [f"{result.title}: {len(result.seconds[result.baseline])} rounds; {result.checked}"]
     for name, seconds in result.seconds.items():
         slow, held = result.slowdown(name), result.values[name]["held_bytes"] / 1e6
@@ -139,7 +139,7 @@ def format_time_and_memory(result: Result, own: str, others: Sequence[str], goal
 
 
 def reference_losses(side: AxisContender, options: argparse.Namespace) -> list[float]:
-    """Plain torch's losses, with one process taking the batches of all ranks."""
+    """Return plain torch's losses, with one process taking the batches of all ranks."""
     batches = [list(range(options.ranks // side.shared))]
     print(f"plain torch, as {side.name} is to learn", flush=True)
     with side.team(batches, "plain", threads=2) as team:

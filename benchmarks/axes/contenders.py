@@ -24,12 +24,12 @@ RANKS = 2  # that share a batch
 
 
 def plain_llama() -> Build:
-    """Plain torch in one process."""
+    """Build plain torch in one process."""
     return lambda model, workload: replace(plain_steps(model, workload.hyper, workload.dtype), loss=llama_loss)
 
 
 def npuzero_tensor(mode: str) -> Build:
-    """npuzero: tensor ranks, and stage 3 over data ranks."""
+    """Build npuzero with tensor ranks, and stage 3 over data ranks."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -44,7 +44,7 @@ def npuzero_tensor(mode: str) -> Build:
 
 
 def npuzero_isp() -> Build:
-    """npuzero: ranks that share a sequence, and stage 3 over all of them."""
+    """Build npuzero with ranks that share a sequence, and stage 3 over all of them."""
     import npuzero
     from npuzero import parallel
 
@@ -63,7 +63,7 @@ def npuzero_isp() -> Build:
 
 
 def npuzero_zero3() -> Build:
-    """npuzero: ranks with separate sequences, and stage 3 over all of them."""
+    """Build npuzero with separate sequences per rank, and stage 3 over all ranks."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -74,7 +74,7 @@ def npuzero_zero3() -> Build:
 
 
 def shard_with_preset(model: nn.Module, workload: GPTWorkload, mesh: Any, preset: str) -> TrainSteps:
-    """npuzero's training under a preset."""
+    """Build npuzero's training under a preset."""
     import npuzero
 
     precision = workload.precision + ("-split" if workload.precision == "bf16" else "")
@@ -83,7 +83,7 @@ def shard_with_preset(model: nn.Module, workload: GPTWorkload, mesh: Any, preset
 
 
 def build_train_steps(model: nn.Module, hyper: dict[str, Any]) -> TrainSteps:
-    """npuzero's clipping and AdamW on a model that it has sharded."""
+    """Build npuzero's clipping and AdamW for a model that it has sharded."""
     import npuzero
 
     optimizer = npuzero.AdamW(model.parameters(), **hyper)
@@ -97,14 +97,14 @@ def build_train_steps(model: nn.Module, hyper: dict[str, Any]) -> TrainSteps:
 
 
 def torch_tensor_fsdp2(backend: str) -> Build:
-    """torch's parallelize_module over tensor ranks and FSDP2 over data ranks, as in its tutorial."""
+    """Build torch's parallelize_module over tensor ranks and FSDP2 over data ranks, as in its tutorial."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     if backend == "shm":
-        import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
+        import npuzero  # noqa: F401  here: imports do not count toward the measured memory
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         join_ranks(backend)

@@ -23,7 +23,7 @@ class LlamaSizes(GPTWorkload):
     precision: str = "fp32"
 
     def model(self) -> Any:
-        """The model in float32 on the CPU, with the same weights in every process."""
+        """Return the model in float32 on the CPU, with the same weights in every process."""
         from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and not needed for sizes alone
 
         torch.manual_seed(0)
@@ -42,6 +42,6 @@ class LlamaSizes(GPTWorkload):
 
 
 def llama_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given the tokens before it."""
+    """Return the mean cross-entropy, in nats, of ``tokens`` int64[B, T + 1], each given the tokens before it."""
     logits = model(input_ids=tokens[:, :-1]).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -39,18 +39,18 @@ class PipelineSizes(LlamaSizes):
 
     @property
     def sent(self) -> Tensor:
-        """A micro-batch's activations between the stages, on meta."""
+        """Return a micro-batch's activations between the stages, on meta."""
         shape = (self.batch // self.micro_batches, self.sequence, self.dim)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends to the other stage per step: activations, or their gradients."""
+        """Return bytes that a rank sends to the other stage per step: activations, or their gradients."""
         return self.micro_batches * self.sent.nbytes
 
     @property
     def bubble(self) -> float:
-        """The idle share of a 1F1B rank's step if both stages take equally long."""
+        """Return the idle share of a 1F1B rank's step if both stages take equally long."""
         return (STAGES - 1) / (self.micro_batches + STAGES - 1)
 
 
@@ -58,14 +58,14 @@ class PipedRank(StepRank):
     """A rank that reports the bytes sent by its stage."""
 
     def sent(self) -> int:
-        """The bytes between stages that npuzero counted in the last step."""
+        """Return the bytes between stages that npuzero counted in the last step."""
         import npuzero
 
         return npuzero.report(self.steps.model).bytes_sent["send"]
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
-    """The rank of this team."""
+    """Make the rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return PipedRank(rank, options, PipelineSizes)
 
@@ -91,17 +91,17 @@ class LlamaStage(nn.Module):
 
 
 def mean_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of ``tokens`` int64[B, T] under ``logits`` [B, T, V]."""
+    """Return mean cross-entropy, in nats, of ``tokens`` int64[B, T] under ``logits`` [B, T, V]."""
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 def schedule_steps(steps: TrainSteps, loss: Callable[[nn.Module, Tensor], Tensor]) -> TrainSteps:
-    """Steps with a ``loss`` that runs the full schedule, including backward."""
+    """Return steps with a ``loss`` that runs the full schedule, including backward."""
     return replace(steps, loss=loss, backward=lambda loss: None)
 
 
 def stage_compute_only() -> Build:
-    """The compute of a stage without communication: forward and backward of each micro-batch, and the update."""
+    """Build a stage without communication: forward and backward of each micro-batch, and the update."""
     begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
 
     def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
@@ -123,7 +123,7 @@ def stage_compute_only() -> Build:
 
 
 def npuzero_pipeline(preset: str, schedule: str = "1f1b") -> Build:
-    """npuzero: a pipeline with stages sharded by a preset over data ranks."""
+    """Build npuzero's pipeline with stages sharded by a preset over data ranks."""
     import npuzero
 
     def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
@@ -147,13 +147,13 @@ def npuzero_pipeline(preset: str, schedule: str = "1f1b") -> Build:
 
 
 def torch_pipeline(backend: str, shards: bool = True) -> Build:
-    """torch.distributed.pipelining over the stages, and if it ``shards``, FSDP2 over data ranks."""
+    """Build torch.distributed.pipelining over the stages, and if it ``shards``, FSDP2 over data ranks."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     if backend == "shm":
-        import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
+        import npuzero  # noqa: F401  here: imports do not count toward the measured memory
 
     def build(model: nn.Module, workload: PipelineSizes) -> TrainSteps:
         join_ranks(backend)

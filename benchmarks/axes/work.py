@@ -15,6 +15,6 @@ __all__ = ["CONTENDERS", "make"]
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> StepRank:
-    """The rank of this team."""
+    """Make the rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return StepRank(rank, options, LlamaSizes)

@@ -1,0 +1,1 @@
+"""Benchmarks of the ops on a GPU."""

@@ -50,7 +50,7 @@ Make = Callable[[BenchmarkSetting], Benchmark]
 
 
 def cuda_adam_mixed(setting: BenchmarkSetting) -> Benchmark:
-    """AdamW on fp32 masters, bf16 gradients in, bf16 parameters out, one flat buffer of twice the elements."""
+    """Compare AdamW on fp32 masters: bf16 gradients in, bf16 parameters out, one flat buffer of twice the elements."""
     n = 2 * setting.elements
     gradient = setting.random(n, dtype=torch.bfloat16).mul_(0.01)
     own = FlatAdamRun(setting.random(n), gradient, torch.empty_like(gradient))
@@ -73,7 +73,7 @@ def cuda_adam_mixed(setting: BenchmarkSetting) -> Benchmark:
 
 
 def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
-    """1,000 fp32 tensors to one bf16 buffer, scaled; random sizes that are multiples of ``multiple``."""
+    """Pack 1,000 fp32 tensors into one bf16 buffer, scaled; random sizes that are multiples of ``multiple``."""
     generator = torch.Generator().manual_seed(1)
     mean = max(2, setting.elements // 2000 // multiple)
     counts = torch.randint(1, 2 * mean, (1000,), generator=generator).mul_(multiple).tolist()
@@ -108,12 +108,12 @@ def cuda_pack_1000(setting: BenchmarkSetting, multiple: int = 8) -> Benchmark:
 
 
 def cuda_pack_unaligned(setting: BenchmarkSetting) -> Benchmark:
-    """The same with offsets in the buffer that are mostly unaligned for accesses of several elements."""
+    """Pack the same to offsets that are mostly unaligned for accesses of several elements."""
     return cuda_pack_1000(setting, multiple=1)
 
 
 def cuda_cast_away(setting: BenchmarkSetting) -> Benchmark:
-    """fp32 to bf16, ties away from zero."""
+    """Cast fp32 to bf16, ties away from zero."""
     source = setting.random(setting.elements)
     target = torch.empty_like(source, dtype=torch.bfloat16)
 
@@ -133,7 +133,7 @@ def cuda_cast_away(setting: BenchmarkSetting) -> Benchmark:
 
 
 def cuda_norm_bf16(setting: BenchmarkSetting) -> Benchmark:
-    """The sum of squares of bf16."""
+    """Compute the sum of squares of bf16."""
     x = setting.random(setting.elements, dtype=torch.bfloat16)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
 
@@ -177,7 +177,7 @@ def cuda_quantize(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, with
 
 
 def cuda_dequantize_sum(setting: BenchmarkSetting, bits: int, dtype: torch.dtype, ranks: int) -> Benchmark:
-    """The sum of the messages of ``ranks`` ranks."""
+    """Sum the messages of ``ranks`` ranks."""
     n = _round_down_to_blocks(setting.elements)
     values = setting.random(n)
     messages = torch.stack([_allocate_messages(n, bits, setting) for _ in range(ranks)])
@@ -203,12 +203,12 @@ def cuda_dequantize_sum(setting: BenchmarkSetting, bits: int, dtype: torch.dtype
 
 
 def _round_down_to_blocks(elements: int) -> int:
-    """The number of elements rounded down so that every piece has full blocks of 256 and of 128."""
+    """Round the number of elements down, so that every piece has full blocks of 256 and of 128."""
     return max(1, elements // (PIECES * 256)) * PIECES * 256
 
 
 def _allocate_messages(n: int, bits: int, setting: BenchmarkSetting) -> torch.Tensor:
-    """Memory for the messages of n elements, one per row."""
+    """Allocate the messages of n elements, one per row."""
     return torch.zeros(PIECES, _native.message_bytes(n // PIECES, bits), dtype=torch.uint8, device=setting.device)
 
 
@@ -221,13 +221,13 @@ def _copy_only_benchmark(
     n: int,
     check: Callable[[], str],
 ) -> Benchmark:
-    """A benchmark against a copy only; ``moved`` bytes for n elements."""
+    """Build a benchmark against a copy only; ``moved`` bytes for n elements."""
     contenders = [setting.contender(OWN, own, 1, moved), *setting.probes(COPY)]
     return Benchmark(name, title, contenders, COPY, check, {"elements": n})
 
 
 def _add_copy_probe(make: Make) -> Make:
-    """A benchmark of the suite, with a copy among its probes."""
+    """Add a copy to the probes of a benchmark of the suite."""
 
     def made(setting: BenchmarkSetting) -> Benchmark:
         benchmark = make(setting)
@@ -287,7 +287,7 @@ GOALS = (
 
 
 def measure_benchmarks(setting: BenchmarkSetting, names: list[str], effort: Effort) -> Iterator[Result]:
-    """The results of the named benchmarks; each is dropped before the next is built."""
+    """Yield the results of the named benchmarks; each is dropped before the next is built."""
     for name in names:
         yield run_benchmark(BENCHMARKS[name](setting), effort)
         if setting.device.type != "cpu":
@@ -295,7 +295,7 @@ def measure_benchmarks(setting: BenchmarkSetting, names: list[str], effort: Effo
 
 
 def format_goals(record: Record) -> str:
-    """A table of the results for each goal with a measured benchmark."""
+    """Return a table of the results for each goal with a measured benchmark."""
     results = {result.name: result for result in record.results}
     rows = []
     for goal in GOALS:

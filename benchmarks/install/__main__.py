@@ -63,7 +63,7 @@ def run_command(command: Sequence[str], variables: Mapping[str, str] | None = No
 
 
 def time_command(command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
-    """The seconds that a command takes."""
+    """Return the seconds that a command takes."""
     begin = time.perf_counter()
     run_command(command, variables, cwd)
     return time.perf_counter() - begin
@@ -79,7 +79,7 @@ def make_environment(folder: Path) -> str:
 
 
 def time_install(scratch: Path, deepspeed: str | None) -> Benchmark:
-    """Everything between a clone and the first step, once."""
+    """Time everything between a clone and the first step, once."""
     python = make_environment(scratch / "venv")
     pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
     wheels = scratch / "wheels"
@@ -113,7 +113,7 @@ def time_install(scratch: Path, deepspeed: str | None) -> Benchmark:
 
 
 def time_imports() -> Benchmark:
-    """New processes that import npuzero, and only torch, which npuzero needs."""
+    """Time new processes that import npuzero, or only torch, which npuzero needs."""
     programs = {"import torch": "import torch", "import npuzero": "import npuzero"}
     contenders = [
         Contender(name, lambda count, program=program: time_command([sys.executable, "-c", program], cwd=ROOT))  # type: ignore[misc]

@@ -25,7 +25,7 @@ OURS = ("zero0", "zero2", "zero3", "zero3-split")
 
 
 def peer_entry(name: str) -> ComparisonEntry:
-    """A peer in its environment."""
+    """Return a peer in its environment."""
     environment = environment_of(name)
     return ComparisonEntry(
         name,
@@ -37,7 +37,7 @@ def peer_entry(name: str) -> ComparisonEntry:
 
 
 def environment_of(name: str) -> PeerEnvironment:
-    """The environment of a peer."""
+    """Return the environment of a peer."""
     return DEEPSPEED if name.startswith("deepspeed") else TORCH
 
 

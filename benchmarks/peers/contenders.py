@@ -27,7 +27,7 @@ def join_ranks(backend: str) -> None:
 
 
 def torch_ddp(backend: str) -> Build:
-    """DistributedDataParallel on parameters of the workload's precision."""
+    """Build DistributedDataParallel on parameters of the workload's precision."""
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
         join_ranks(backend)
@@ -38,7 +38,7 @@ def torch_ddp(backend: str) -> Build:
 
 
 def ddp_autocast(redundancy: bool) -> Build:
-    """DistributedDataParallel on float32 parameters under autocast, with or without ZeroRedundancyOptimizer."""
+    """Build DDP on float32 parameters under autocast, with or without ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -57,7 +57,7 @@ def ddp_autocast(redundancy: bool) -> Build:
 
 
 def torch_fsdp2(backend: str, reshard: bool) -> Build:
-    """fully_shard on each block and on the root; ``reshard`` releases parameters between forward and backward."""
+    """Apply fully_shard to each block and the root; ``reshard`` releases parameters between forward and backward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -74,7 +74,7 @@ def torch_fsdp2(backend: str, reshard: bool) -> Build:
 
 
 def deepspeed_zero(zero: dict[str, Any], **further: Any) -> Build:
-    """DeepSpeed's engine; ``zero`` is ``zero_optimization`` of its configuration, and ``further`` adds other keys."""
+    """Build DeepSpeed's engine; ``zero`` is its ``zero_optimization``, and ``further`` adds other keys."""
     import deepspeed as library
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -48,7 +48,7 @@ class PeerEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of its processes; compiled files stay in the folder."""
+        """Return the environment variables of its processes; compiled files stay in the folder."""
         return {
             "PATH": os.pathsep.join((str(self.python.parent), os.environ["PATH"])),
             "DS_ACCELERATOR": "cpu",

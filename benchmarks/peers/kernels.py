@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def load_peer(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """The result of ``load`` by ``name``; or the reason for its failure, by ``name``."""
+    """Return the result of ``load`` by ``name``; or the reason for its failure, by ``name``."""
     try:
         return {name: load()}, {}
     except Exception as error:  # a build may raise anything
@@ -63,7 +63,7 @@ def deepspeed_cpu_adam() -> MakeAdam:
 
 
 def deepspeed_shared_memory(rank: int, size: int) -> collectives.Call:
-    """DeepSpeed's all_reduce in shared memory, as its communication backend calls it.
+    """Return DeepSpeed's all_reduce in shared memory, as its communication backend calls it.
 
     Its files would outlive the run: they are unlinked once every rank has opened them.
     """

@@ -77,7 +77,7 @@ _CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def tune_deepspeed(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings with the fastest update, tuned kind by kind; and the time of each, or why it failed."""
+    """Find the settings with the fastest update, kind by kind; also return each trial with its time or failure."""
     chosen = {kind: choices[0] for kind, choices in _CHOICES.items()}
     tried: list[dict[str, Any]] = []
 
@@ -103,7 +103,7 @@ def tune_deepspeed(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[st
 def nvme_entry(
     name: str, folder: Path, settings: Mapping[str, Any] | None = None, capped: ControlGroup | None = None
 ) -> ComparisonEntry:
-    """A contender of benchmarks.peers.offloaded, in its environment."""
+    """Return a contender of benchmarks.peers.offloaded, in its environment."""
     variables = {"NPUZERO_NVME_PATHS": str(folder)}
     contender = f"{offloaded.__name__}:{name}"
     if name != "deepspeed":
@@ -113,7 +113,7 @@ def nvme_entry(
 
 
 def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) -> float:
-    """The minimum of three updates."""
+    """Return the minimum of three updates."""
     comparison = ContenderTeams([nvme_entry("deepspeed", options.folder, settings)], options, {})
     with ExitStack() as stack:
         comparison.start(stack)
@@ -123,7 +123,7 @@ def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) ->
 
 
 def load_or_tune(options: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's settings and all trials, from a file or tuned now."""
+    """Return DeepSpeed's settings and all trials, from a file or tuned now."""
     if options.tuned is not None:
         return dict(json.loads(options.tuned.read_text()))
     settings, tried = tune_deepspeed(partial(deepspeed_update_s, options))
@@ -147,7 +147,7 @@ def _time_updates(team: Team, count: int) -> float:
 
 
 def format_updates(updates: Result, steps: Result) -> str:
-    """Seconds of updates, multiples of the first contender's, and disk bytes per step, for people."""
+    """Format seconds of updates, multiples of the first contender's, and disk bytes per step, for people."""
     lines = []
     for name, seconds in updates.seconds.items():
         slow, disk = updates.slowdown(name), steps.values[name]["disk_bytes"]
@@ -159,7 +159,7 @@ def format_updates(updates: Result, steps: Result) -> str:
 def build_entries(
     options: argparse.Namespace, stack: ExitStack
 ) -> tuple[list[ComparisonEntry], dict[str, str], dict[str, Any]]:
-    """The entries, mapped ones in control groups that last as long as ``stack``; missing ones with reasons; facts."""
+    """Build the entries, mapped ones in control groups that ``stack`` closes; also return missing ones, and facts."""
     missing: dict[str, str] = {}
     facts: dict[str, Any] = {}
     entries = [COMPUTE]
@@ -182,7 +182,7 @@ def build_entries(
 
 
 def cap_mapped_memory(entries: Sequence[ComparisonEntry], teams: Mapping[str, Team]) -> int | None:
-    """Limit mapped states to slightly more than npuzero's peak, and return the limit; None without either."""
+    """Hold mapped states to slightly more than npuzero's peak, and return that limit; None without either."""
     groups = [entry.group for entry in entries if entry.group is not None and entry.name in teams]
     if not groups or "npuzero-blocking" not in teams:
         return None

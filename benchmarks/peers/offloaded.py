@@ -31,12 +31,12 @@ TUNING = "NVME_BENCHMARK_DEEPSPEED"
 
 
 def nvme_folder() -> Path:
-    """The folder of all contenders' states."""
+    """Return the folder of all contenders' states."""
     return Path(os.environ["NPUZERO_NVME_PATHS"].split(os.pathsep)[0])
 
 
 def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
-    """npuzero's stage 3 with states on NVMe; ``storage`` is the suffix of the precision's name."""
+    """Build npuzero's stage 3 with states on NVMe; ``storage`` is the suffix of the precision's name."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:
@@ -56,7 +56,7 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
 
 
 def deepspeed_nvme() -> Build:
-    """DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
+    """Build DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
     tuning = json.loads(os.environ[TUNING])
     offload = {"device": "nvme", "nvme_path": str(nvme_folder()), "pin_memory": False, **tuning["offload_optimizer"]}
     zero = {"stage": 3, "offload_optimizer": offload, **tuning["sub_group"]}
@@ -86,7 +86,7 @@ class MappedMemory:
 
 
 def mapped_adamw(forget: bool = False) -> Build:
-    """torch's fused AdamW over masters and moments in memory-mapped files, one block of the model after another.
+    """Build torch's fused AdamW over masters and moments in memory-mapped files, block by block.
 
     ``forget``: a block's pages are written and dropped after its update; else the kernel decides which stay in memory.
     """

@@ -169,7 +169,7 @@ def planned_errors(result: Result) -> dict[str, float]:
 
 
 def planned_table(found: Sequence[Result]) -> str:
-    """The comparison as a table, for people."""
+    """Format the comparison as a table, for people."""
     lines = [f"{'':34}{'planned':>10} {'measured':>10} {'MAD':>6} {'apart':>7}   planned: of what"]
     for result in found:
         for name, apart in planned_errors(result).items():

@@ -292,7 +292,7 @@ class _SkewReplay:
         return float(self.now.max())
 
     def hold(self, late: LateRank) -> None:
-        """Delay the start of a rank's next step."""
+        """Start a rank's next step late."""
         place = self._mesh.place(late.rank)
         self.now = self.now.copy()
         self.now[tuple(place[axis] for axis in AXES)] += late.seconds

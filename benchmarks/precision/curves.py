@@ -30,7 +30,7 @@ _FIRST_WEIGHTS = threading.Lock()
 BASELINE = "fp32"
 #: Losses are compared as means over this many steps, because single batches are noisy.
 WINDOW = 20
-#: Warm-up steps, in which losses fall steeply and any two runs diverge temporarily.
+#: Warm-up steps: losses fall steeply, and any two runs diverge temporarily.
 AFTER = 60
 
 

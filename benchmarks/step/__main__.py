@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last preset there")
     add_comparison_options(parser)
     options = parser.parse_args()
-    # Independent ranks keep full masters in bf16, as npuzero does only on one rank: compare them in fp32, or with one
-    # rank.
+    # In bf16 plain torch keeps float32 masters, as npuzero does; on one rank it is a full training of the model.
     baselines = [COMPUTE, ALONE] if options.precision == "fp32" or options.ranks == 1 else [COMPUTE]
     run_comparison(
         "step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace

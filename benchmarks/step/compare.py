@@ -71,12 +71,12 @@ ALONE = ComparisonEntry("independent ranks", "benchmarks.step.contenders:alone",
 
 
 def preset_entry(preset: str) -> ComparisonEntry:
-    """npuzero under a preset."""
+    """Return the entry of npuzero under a preset."""
     return ComparisonEntry(f"npuzero {preset}", f"benchmarks.step.contenders:{preset}")
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every comparison."""
+    """Add the options of every comparison."""
     GPTWorkload.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="on this host; under torchrun its own count holds")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")

@@ -46,7 +46,7 @@ Build = Callable[[nn.Module, GPTWorkload], TrainSteps]
 
 
 def default_device() -> torch.device:
-    """The device that npuzero would choose for this rank."""
+    """Return the device that npuzero would choose for this rank."""
     from npuzero import device
 
     return device.choose(int(os.environ.get("LOCAL_RANK", 0)))
@@ -65,7 +65,7 @@ def step_compute_only() -> Build:
 
 
 def independent_ranks() -> Build:
-    """Plain torch on each rank independently: clipping and fused AdamW, with float32 masters for other dtypes."""
+    """Build plain torch on each rank independently: clipping, fused AdamW, float32 masters for other dtypes."""
     device = default_device()
     return lambda model, workload: plain_steps(model.to(device), workload.hyper, workload.dtype)
 
@@ -76,7 +76,7 @@ def plain_steps(
     dtype: torch.dtype = torch.float32,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> TrainSteps:
-    """Torch's clipping and fused AdamW on all parameters of ``model``, which must be float32 here.
+    """Build torch's clipping and fused AdamW on all parameters of ``model``, which must be float32 here.
 
     In another dtype parameters have float32 masters, initialized from the values before conversion, as npuzero's are:
     with updates smaller than half a step of bfloat16, masters of rounded values learn less.
@@ -101,14 +101,14 @@ def plain_steps(
 
 
 def clip_and_step(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Torch's update: clip, step, clear gradients."""
+    """Update as torch does: clip, step, clear gradients."""
     torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def npuzero_preset(preset: str, local_size: int | None = None, storage: str = "") -> Build:
-    """npuzero under a preset; ``storage`` is the suffix of the precision's name, such as ``"-split"``."""
+    """Build npuzero under a preset; ``storage`` is the suffix of the precision's name, such as ``"-split"``."""
     import npuzero
 
     def build(model: nn.Module, workload: GPTWorkload) -> TrainSteps:

@@ -32,7 +32,7 @@ def reset_peak_bytes(device: torch.device) -> bool:
 
 
 def current_resident_bytes(device: torch.device) -> int:
-    """The current memory of this rank."""
+    """Return the current memory of this rank."""
     if device.type == "cpu":
         share = _read_proc_fields("smaps_rollup")
         return share["Pss_Anon"] + share["Pss_Shmem"]
@@ -40,7 +40,7 @@ def current_resident_bytes(device: torch.device) -> int:
 
 
 def peak_resident_bytes(device: torch.device) -> int:
-    """The peak memory of this rank since `reset_peak_bytes`."""
+    """Return the peak memory of this rank since `reset_peak_bytes`."""
     if device.type == "cpu":
         status, share = _read_proc_fields("status"), _read_proc_fields("smaps_rollup")
         return status["VmHWM"] - status["RssFile"] - (status["RssShmem"] - share["Pss_Shmem"])
@@ -48,17 +48,17 @@ def peak_resident_bytes(device: torch.device) -> int:
 
 
 def shared_resident_bytes(device: torch.device) -> int:
-    """This rank's share of memory shared by ranks; part of `current_resident_bytes`."""
+    """Return this rank's share of memory shared by ranks; part of `current_resident_bytes`."""
     return _read_proc_fields("smaps_rollup")["Pss_Shmem"] if device.type == "cpu" else 0
 
 
 def page_faults() -> int:
-    """Pages that this process touched for the first time, or again after releasing them."""
+    """Return pages that this process touched for the first time, or again after releasing them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def disk_bytes() -> dict[str, int]:
-    """Bytes read from and written to disks for this process; cache hits do not count."""
+    """Return bytes read from and written to disks for this process; cache hits do not count."""
     lines = (line.split(": ") for line in (_PROC / "io").read_text().splitlines())
     found = {name: int(value) for name, value in lines}
     return {"read": found["read_bytes"], "written": found["write_bytes"]}
@@ -69,6 +69,6 @@ def _device_module(device: torch.device) -> Any:
 
 
 def _read_proc_fields(name: str) -> dict[str, int]:
-    """The fields in kB of a file in /proc/self, in bytes."""
+    """Return the fields in kB of a file in /proc/self, in bytes."""
     lines = (line.split() for line in (_PROC / name).read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made, in every contender with one: 70 MB
+import torch._dynamo  # noqa: F401 - torch imports it with the first optimizer, in every contender with one: 70 MB
 
 from benchmarks.step import memory
 from benchmarks.step.workload import GPTWorkload
@@ -62,11 +62,11 @@ class StepRank:
             getattr(torch, self._device.type).synchronize()
 
     def train(self, steps: int) -> list[float]:
-        """The losses of the next steps."""
+        """Take steps and return their losses."""
         return [self._step().item() for _ in range(steps)]
 
     def update_s(self) -> float:
-        """The seconds of the next step's update alone."""
+        """Take a step and return the seconds of its update alone."""
         parts: dict[str, float] = {}
 
         def mark(part: str, begin_s: float) -> float:
@@ -79,11 +79,11 @@ class StepRank:
         return parts["update"]
 
     def peak(self) -> int:
-        """The peak bytes of the next step, including the process's memory before it."""
+        """Take a step and return its peak bytes, including the process's memory before it."""
         return int(self._held()["peak_bytes"])
 
     def look(self, steps: int) -> dict[str, Any]:
-        """Inspect the next steps, per step, and the memory of one more. Observation takes time: not for timing."""
+        """Observe the next steps, per step, and the memory of one more. Observation takes time: not for timing."""
         parts: dict[str, float] = defaultdict(float)
 
         def mark(part: str, begin_s: float) -> float:
@@ -113,7 +113,7 @@ class StepRank:
         }
 
     def _held(self) -> dict[str, Any]:
-        """Memory in one step; a compute-only contender drops each gradient at once."""
+        """Return the memory of one step; a compute-only contender drops each gradient at once."""
         reset = memory.reset_peak_bytes(self._device)
         with contextlib.ExitStack() as hooks:
             if self.steps.only_computes:
@@ -129,7 +129,7 @@ class StepRank:
         }
 
     def trace(self, steps: int) -> list[dict[str, Any]]:
-        """npuzero's events in the next steps, and a span for each part of a step."""
+        """Record npuzero's events in the next steps, and a span for each part of a step."""
         parts: list[dict[str, Any]] = []
 
         def mark(part: str, begin_s: float) -> float:

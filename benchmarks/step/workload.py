@@ -64,16 +64,16 @@ class GPTWorkload:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Options of AdamW."""
+        """Return options of AdamW."""
         return HYPER | {"lr": self.lr}
 
     def model(self) -> BenchmarkGPT:
-        """The model in float32 on the CPU, with the same weights in every process."""
+        """Return the model in float32 on the CPU, with the same weights in every process."""
         torch.manual_seed(0)
         return BenchmarkGPT(self)
 
     def tokens(self, rank: int, step: int) -> Tensor:
-        """int64[B, T + 1]: walks of steps 0..3 around the vocabulary, so that the loss can decrease (down to ln 4)."""
+        """Return int64[B, T + 1]: walks of steps 0..3 around the vocabulary; the loss can decrease to ln 4."""
         generator = torch.Generator().manual_seed(1_000_003 * rank + step)
         moves = torch.randint(0, 4, (self.batch, self.sequence + 1), generator=generator)
         return moves.cumsum(1) % self.vocabulary
@@ -121,14 +121,14 @@ class BenchmarkGPT(nn.Module):
 
 
 def gpt_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given the tokens before it."""
+    """Return the mean cross-entropy, in nats, of ``tokens`` int64[B, T + 1], each given the tokens before it."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, clip: Callable[[], object] = lambda: None
 ) -> Callable[[], Tensor]:
-    """A function that takes one training step on the fixed ``tokens`` and returns its loss."""
+    """Return a function that takes one training step on the fixed ``tokens`` and returns its loss."""
 
     def step() -> Tensor:
         loss = gpt_loss(model, tokens)

@@ -38,13 +38,13 @@ class DemoWorkload(GPTWorkload):
     batch: int = 1
 
     def model(self) -> Any:
-        """The model in float32 on the CPU, with the same weights in every process."""
+        """Return the model in float32 on the CPU, with the same weights in every process."""
         torch.manual_seed(0)
         return GPT(GPTConfig(self.dim, self.layers, self.heads, self.vocabulary))
 
 
 def npuzero_on_nodes(preset: str) -> Build:
-    """npuzero under a preset that distinguishes levels within and between nodes."""
+    """Build npuzero under a preset that distinguishes levels within and between nodes."""
     import npuzero
     from benchmarks.wires.links import VARIABLE, LinkedWorld, NodeLinks
 
@@ -84,13 +84,13 @@ class WireRank(work.StepRank):
     """A rank that reports the traffic of its plan between nodes."""
 
     def crossed(self) -> int:
-        """The bytes that this rank sent to other nodes in the last step, summed by level."""
+        """Return the bytes that this rank sent to other nodes in the last step, summed by level."""
         import npuzero
 
         return sum(npuzero.report(self.steps.model).sent_along["node"].values())
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> WireRank:
-    """The rank of this team."""
+    """Make the rank of this team."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return WireRank(rank, options, DemoWorkload)

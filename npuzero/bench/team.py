@@ -107,7 +107,7 @@ class Team:
         return Contender(self.name, lambda count: max(self.run(count)), nbytes)
 
     def close(self, *, orderly: bool = True) -> None:
-        """End the ranks; kill those that do not exit. Idempotent."""
+        """End the ranks; kill any that do not exit. Idempotent."""
         try:
             if orderly and self._workers:
                 self._tell({"do": "quit"}, _QUIT_S)

@@ -1,6 +1,6 @@
 """DeepSpeed's five schedules as torch schedulers: the keywords of its JSON, and bit-identical values.
 
-The formulas are those of DeepSpeed 0.19.8 (``runtime/lr_schedules.py``). It counts optimizer steps from 0, and uses -1
+The formulas are from DeepSpeed 0.19.8 (``runtime/lr_schedules.py``). It counts optimizer steps from 0, and uses -1
 before the schedule's first ``step()``, so that a rate belongs to the *previous* iteration: ``last_epoch`` here is one
 larger. As with every torch schedule: create it after the optimizer, step it after each ``optimizer.step()``
 (DeepSpeed's engine skips overflows), and save its ``state_dict()``.

@@ -1,6 +1,6 @@
 """InternEvo's schedules: warm-up and cosine of the rate, and a second beta that grows with the number of steps.
 
-The formulas are those of InternEvo (``internlm/solver/schedulers``). It computes each rate of the cosine from the
+The formulas are from InternEvo (``internlm/solver/schedulers``). It computes each rate of the cosine from the
 previous rate; here each rate is computed directly, and differs only by rounding.
 """
 

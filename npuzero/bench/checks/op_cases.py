@@ -409,7 +409,7 @@ _LION = _UpdateKind(
 )
 
 
-def _run_update(  # noqa: PLR0913 - all that a case may vary, by name
+def _run_update(  # noqa: PLR0913 - everything that a case may vary, by name
     update: _UpdateKind,
     grad: torch.dtype,
     low: torch.dtype | None,
