@@ -36,8 +36,7 @@ from npuzero.shard.state.snapshot import NOW, Later, StateSnapshot
 
 
 class CutTensor(torch.Tensor):
-    """Represent a tensor by the boxes that this rank has; DCP saves and loads these. It has a shape and dtype, but no
-    data.
+    """Represent a tensor by this rank's boxes, which DCP saves and loads. It has shape and dtype, but no data.
 
     Attributes:
         boxes: this rank's boxes in the order of the elements, each with a tensor of its sizes.

@@ -222,7 +222,7 @@ class CheckpointLoader:
 
     def load(self) -> None:
         """Load masters, frozen parameters, buffers and optimizer states. Parameters follow from the masters by R4."""
-        # All checks come before the first write, so that a misfit leaves the model as it was.
+        # The constructor has checked keys and shapes, and all ranks agreed, before any rank writes here.
         if self._optimizer is not None:
             saved = {name for state in self._names.states.values() for name in state}
             self._optimizer.check_rule(saved, self._names.groups)

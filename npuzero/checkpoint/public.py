@@ -80,7 +80,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
         keep_last: number of complete checkpoints to keep once this one is complete; older ones are removed. None keeps
             all.
         asynchronous: return once tensors in memory are copied to host memory; a thread writes them while training
-            continues. States on NVMe are not copied: training writes to other extents until the thread has read them.
+            continues. Tensors on NVMe are not copied: training writes to other extents until the thread has read them.
             Later errors are raised by ``wait()`` and by the next save or load of this model.
 
     Raises:
@@ -155,8 +155,8 @@ def load(
     """Resume from a checkpoint that any plan, precision and number of ranks wrote. Collective.
 
     Reads checkpoints of :func:`save`, and models with optimizers that ``torch.distributed.checkpoint`` wrote (FSDP2
-    and plain torch). No code in a checkpoint is run. Data that npuzero wrote is used only after its
-    checksum is verified.
+    and plain torch). No code in a checkpoint is run. Data that npuzero wrote is used only after its checksum
+    is verified.
 
     Args:
         folder: a checkpoint, or the folder of a run, for its latest complete checkpoint.

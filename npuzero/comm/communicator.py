@@ -10,7 +10,7 @@ tags on both sides, concurrently with all other operations.
 Invariants:
     * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator unchanged;
     * sums run in ascending order of the global ranks, for any order of the group; bf16 and f16 are added in f32 and
-    rounded once (nccl and hccl use their order and precision: see process_group.py);
+      rounded once (nccl and hccl use their order and precision: see process_group.py);
     * after a :class:`CollectiveError` the communicator is broken, and every further call raises the same error.
 """
 
@@ -147,8 +147,8 @@ class Communicator(GroupRank):
         once the receiver has all of it. Any number of sends may be in progress; they run in the order of the calls.
 
         Each direction between two ranks is a separate queue, independent of the collectives: neighbours that both send
-        first and receive later do not deadlock. Over nccl and hccl both directions share one queue, and they would. For
-        all backends use one communicator per direction::
+        first and receive later do not deadlock. Over nccl and hccl both directions share one queue, so they
+        deadlock. One communicator per direction works with all backends::
 
             ahead, back = (world.communicator((0, 1), f"stage {way}") for way in ("ahead", "back"))
 

@@ -110,7 +110,7 @@ class World(ABC):
             part = world.part(range(half) if world.rank < half else range(half, world.size))
             model = npuzero.zero(model, stage=2, world=part)  # two models, each on its half of the ranks
 
-        Only its members must call it; the call does not wait. The part has separate communicators and exchanges, but
+        Its members call it, other ranks need not, and the call does not wait. The part has separate communicators and exchanges, but
         this world's device, timeout and board: a deadlock across different parts is detected. It closes with this
         world, and an abort of either aborts both. A part of a part is a part of the run. All ranks in order give the
         run's world.
@@ -158,8 +158,7 @@ class World(ABC):
     @final
     @collective_call("world.mean")
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Average ``value`` over the ranks, element by element, for example the loss of each rank's batches, or a
-        metric.
+        """Average ``value`` over the ranks, element by element: a metric, or the loss of each rank's batches.
 
         The result is not differentiable: use it for logs. Collective: call it on every rank.
 

@@ -277,8 +277,7 @@ def _check_covered_once(key: str, shape: tuple[int, ...], boxes: list[TensorBox]
     Raises:
         CheckpointError: it names the elements that two parts have, or one that no part has.
     """
-    # Two parts that overlap name the exact range; a part that overlaps elsewhere leaves only the element without a
-    # part.
+    # The element may be in two parts, and their overlap is reported, or in no part.
     try:
         place = find_coverage_error(shape, boxes)
     except ValueError as error:

@@ -6,7 +6,7 @@ replaced counts from 0. So the ranks of a start find each other by unique words,
 
     rank r        sets here/<r> to its word; waits for welcome/<its word>, the name of this start
     rank 0        writes a welcome for each word that it finds, also for later words that replace stale ones, until
-    taken/<name>/<r> exists for every rank
+                  taken/<name>/<r> exists for every rank
 """
 
 from __future__ import annotations

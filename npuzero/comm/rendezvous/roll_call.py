@@ -53,8 +53,9 @@ class RankRegistry(Protocol):
 
 
 class StoredRankRegistry:
-    """Keep the roll in the launcher's store, separate from torch's keys. The n-th roll of a rank matches the n-th of
-    all.
+    """Keep the roll in the launcher's store, separate from torch's keys.
+
+    The n-th roll of a rank matches the n-th roll of every rank.
 
     Args:
         address: ``host:port`` of the store.

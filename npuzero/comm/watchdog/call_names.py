@@ -135,8 +135,7 @@ def find_call_site() -> CallSite:
 
 
 def find_torch_call() -> CallSite:
-    """Return the function of torch's Python code that the user's innermost frame called, "" if none, and that frame's
-    line.
+    """Return the function of torch that the user's innermost frame called, "" if none, and that frame's line.
 
     Examples: ``torch.optim.AdamW.step``, ``clip_grad_norm_``. An operator's name alone would tell the user little.
     """

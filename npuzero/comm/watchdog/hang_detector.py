@@ -5,12 +5,12 @@ has reached at each place. A wait is posted after ``PATIENCE_S``, so a healthy s
 the board.
 
 Invariants:
-    * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, for
-    however long, may still reach any operation;
+    * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes may
+      still reach any operation, even after a long time;
     * a wait is removed from the board before its thread continues, and counts only grow. So if each rank of a set waits
-    for a rank of the set that has not arrived, or for one that has ended, the set is deadlocked, and all ranks raise;
+      for a rank of the set that has not arrived, or for one that has ended, the set is deadlocked, and all ranks raise;
     * a rank that left a call by an exception may still arrive: its program may have caught the exception. Its slot
-    shows the exception until the rank calls again; a rank that waits for it longer than ``WARN_S`` warns, once.
+      shows the exception until the rank calls again; a rank that waits for it longer than ``WARN_S`` warns, once.
 """
 
 from __future__ import annotations
@@ -348,8 +348,7 @@ class HangDetector:
 
 
 class WaitWatcher:
-    """Watch one wait of one thread: it calls :meth:`look` several times per second, and :meth:`end` before it
-    continues.
+    """Watch one wait of one thread, which calls :meth:`look` repeatedly, and :meth:`end` before it continues.
 
     Args:
         board: the status board; None: nothing is posted or read.
