@@ -110,10 +110,10 @@ class World(ABC):
             part = world.part(range(half) if world.rank < half else range(half, world.size))
             model = npuzero.zero(model, stage=2, world=part)  # two models, each on its half of the ranks
 
-        Its members call it, other ranks need not, and the call does not wait. The part has separate communicators and exchanges, but
-        this world's device, timeout and board: a deadlock across different parts is detected. It closes with this
-        world, and an abort of either aborts both. A part of a part is a part of the run. All ranks in order give the
-        run's world.
+        Its members call it, other ranks need not, and the call does not wait. The part has separate communicators and
+        exchanges, but this world's device, timeout and board: a deadlock across different parts is detected. It closes
+        with this world, and an abort of either aborts both. A part of a part is a part of the run. All ranks in order
+        give the run's world.
 
         Raises:
             ContractError: a rank is named twice, is not in the world, or this rank is missing.
