@@ -1,7 +1,7 @@
-"""Compare which parameters the ranks have frozen, where they wait for each other in vain.
+"""Compare the frozen parameters of ranks, to explain a deadlock.
 
-A rank that freezes the first layers of a model leaves backward earlier than the others, which then wait for it in a
-collective of their own: where the ranks are does not tell why.
+A rank that froze the first layers of a model leaves backward early. Remaining ranks wait for it in a collective, and
+the places of the ranks do not show the reason.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _NAMED = 5
 
 
 class FrozenParameters(NamedTuple):
-    """Record what one rank has frozen of a model since it was sharded.
+    """Record the parameters of a model that one rank has frozen since the model was sharded.
 
     Attributes:
-        model: a digest of the parameters that the optimizer trains, which is the same on ranks that hold one model.
-        total: the number of them that are frozen.
-        names: the first of these.
+        model: a digest of the parameters that the optimizer trains; equal on ranks that hold one model.
+        total: number of frozen parameters.
+        names: the first of their names.
     """
 
     model: str
@@ -28,18 +28,18 @@ class FrozenParameters(NamedTuple):
     names: tuple[str, ...]
 
     def text(self) -> str:
-        """Return it in words."""
+        """Return the names as text."""
         more = f" and {self.total - len(self.names)} more" if self.total > len(self.names) else ""
         return (", ".join(self.names) + more) or "none"
 
 
 def record_frozen(model: str, names: Sequence[str]) -> FrozenParameters:
-    """Return the record of ``names``, of which it keeps the first."""
+    """Return the record of ``names``, which keeps the first few."""
     return FrozenParameters(model, len(names), tuple(names[:_NAMED]))
 
 
 def describe_frozen_difference(frozen: Mapping[int, Sequence[FrozenParameters]]) -> str:
-    """Return by rank what is frozen, where ranks of one model have frozen different parameters; "" elsewhere."""
+    """Return the frozen parameters by rank, if ranks of one model have frozen different ones; else ""."""
     ranks_of: dict[str, dict[FrozenParameters, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, records in frozen.items():
         for record in records:
