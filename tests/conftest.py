@@ -1,4 +1,4 @@
-"""Common to all tests."""
+"""Set up all tests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Processes that tests start import test modules by their full name; last, so that the installed npuzero comes first.
+# Processes that tests start import test modules by their full name. Appended last: the installed npuzero comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-# Threads that wait by spinning take the cores from the ranks and processes that tests start beside them. Read by the
-# OpenMP runtime when torch loads it, and inherited by child processes.
+# Threads that wait by spinning take cores from the ranks and processes that tests start. The OpenMP runtime reads this
+# when torch loads it, and child processes inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# One rank refuses what several would: a test of one rank shows what holds for many. `permissive` says otherwise.
+# One rank refuses what several would, so that a test of one rank holds for many. `permissive` turns this off.
 os.environ.setdefault("NPUZERO_STRICT", "1")
 
 import pytest
@@ -23,7 +23,7 @@ from _pytest.mark import ParameterSet
 
 from npuzero.device import KINDS
 
-# Until all tests are collected nearly all that is made stays: to look for garbage in it takes a fifth of that time.
+# Nearly all objects made during collection stay alive: searching them for garbage takes a fifth of that time.
 gc.disable()
 
 
@@ -33,16 +33,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs an NVIDIA GPU: {found.reason}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects items
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a checkered grid `make test` has the squares of one colour: of each row and column every other square."""
+    """Keep the squares of one colour of a checkered grid for `make test`: every other square of each row and column."""
     for item in items:
         if item.get_closest_marker("checkered") and sum(_square(item)) % 2:
             item.add_marker(pytest.mark.slow)
 
 
 def _square(item: pytest.Item) -> Iterator[int]:
-    """Where a case is along each axis of its grid."""
+    """Return the position of a case along each axis of its grid."""
     for axis in item.iter_markers("parametrize"):
         names, points = axis.args
         names = [names] if isinstance(names, str) else names
@@ -52,23 +52,23 @@ def _square(item: pytest.Item) -> Iterator[int]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end; tests that ask for a full collection need not wait for it each time."""
+    """Freeze the objects that exist now: they stay to the end, and a full collection need not scan them each time."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
-#: Which of the processes that share these tests this is.
+#: The index of this process among those that share the tests.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 @pytest.fixture(autouse=True)
 def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Python runs one thread at a time, and torch lets go of its lock at every op.
+    """Pin this process to one core. Python runs one thread at a time, and torch releases the GIL at every op.
 
-    On several cores, whoever waits for the lock takes it there, and its holder sleeps until it comes back: where ranks
-    are threads, a third of all the time. On one core the holder has it again before anybody else runs. Threads that a
-    test starts are where it is. Tests that start ranks as processes have all cores.
+    On several cores, a waiting thread takes the GIL at that moment, and its holder sleeps until it gets it back. Where
+    ranks are threads, this costs a third of the time. On one core the holder has the GIL again before another thread
+    runs. Threads that a test starts inherit the core. Tests that start ranks as processes have all cores.
     """
     if request.node.get_closest_marker("world"):
         yield
@@ -81,7 +81,7 @@ def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def permissive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one rank do what it can do alone, as npuzero does by default."""
+    """Allow one rank to do what it can do alone, as npuzero does by default."""
     monkeypatch.setenv("NPUZERO_STRICT", "0")
 
 

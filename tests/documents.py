@@ -1,7 +1,7 @@
-"""The Python of README and docs, run as it stands there: by `python documents.py`, or by torchrun on several ranks.
+"""Run the Python of README and docs as it stands there: by `python documents.py`, or by torchrun on several ranks.
 
-A page is one program: its blocks in order, in one namespace and a folder of its own; all pages share one world.
-Comments that no reader sees say the rest:
+A page is one program: its blocks run in order, in one namespace and a separate folder; all pages share one world.
+Hidden comments mark the exceptions:
 
     <!-- python                     what the page's reader has already: it runs in its place
     model = torch.nn.Linear(2, 2)
@@ -38,12 +38,12 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class PageBlock:
-    """Some Python of a page.
+    """Store one Python block of a page.
 
     Attributes:
         code: as it stands there.
-        line: of the page, that of its first line, from 1.
-        mark: why it does not run here, or which file runs it; empty where it runs.
+        line: number of its first line on the page, from 1.
+        mark: why it does not run here, or which file runs it; empty if it runs.
     """
 
     code: str
@@ -52,7 +52,7 @@ class PageBlock:
 
 
 def find_page_blocks(page: str) -> list[PageBlock]:
-    """Those of a page, hidden ones among them, in order."""
+    """Return the blocks of a page in order, hidden ones included."""
     text = (ROOT / page).read_text("utf-8")
     found = []
     for match in _BLOCK.finditer(text):
@@ -62,7 +62,7 @@ def find_page_blocks(page: str) -> list[PageBlock]:
 
 
 def run_page(page: str) -> None:
-    """Run the page's program in the current folder; tracebacks have the page's lines."""
+    """Run the page's program in the current folder; tracebacks show the page's lines."""
     namespace = {"__name__": "__main__"}
     for block in find_page_blocks(page):
         if not block.mark:
@@ -73,7 +73,7 @@ def run_page(page: str) -> None:
 def main() -> None:
     start = Path.cwd()
     for page in sys.argv[1:] or PAGES:
-        print(f"--- {page}\n", end="", flush=True)  # one write: other ranks print, too
+        print(f"--- {page}\n", end="", flush=True)  # one write: other ranks print as well
         folder = start / page.replace("/", "-")
         folder.mkdir(exist_ok=True)
         os.chdir(folder)

@@ -1,4 +1,4 @@
-"""The project, as what installs it sees it, without the minute that its extension module takes to compile."""
+"""Copy the project as an installation reads it, without the minute that compiling its extension module takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNNEEDED = shutil.ignore_patterns("*.so", "__pycache__", "kernels")
 
 
 def copy_project(folder: Path) -> Path:
-    """Make ``folder`` a copy of what an installation reads; its extension module is an empty file."""
+    """Make ``folder`` a copy of the files an installation reads; its extension module is an empty file."""
     for name in ("npuzero", "csrc"):
         shutil.copytree(ROOT / name, folder / name, ignore=_UNNEEDED)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):

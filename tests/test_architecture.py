@@ -1,6 +1,6 @@
-"""The house's rules that need no build: layers, one op one name, no torch in C++, stages as data, sizes, silence.
+"""Check the rules that need no build: layers, one op one name, no torch in C++, stages as data, sizes, silence.
 
-The last test imports the package in a fresh process, and is skipped where the extension is not built.
+The last test imports the package in a fresh process; it is skipped where the extension is not built.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROWS = (
 )
 ROW_OF = {part: index for index, row in enumerate(ROWS) for part in row}
 
-# Which folders of csrc a folder's files include from; bindings.cpp is above them all.
+# The folders of csrc that each folder's files may include; bindings.cpp is above them all.
 CSRC_MAY_INCLUDE = {
     "core": {"core"},
     "ops": {"ops", "core"},
@@ -73,7 +73,7 @@ def python_files(folder: Path = PACKAGE) -> list[Path]:
 
 
 def package_part(path: Path) -> str:
-    """The part a module belongs to: the first name below the package."""
+    """Return the part a module belongs to: the first name below the package."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -82,7 +82,7 @@ def source_place(path: Path, node: ast.AST) -> str:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """Every module that `path` imports, wherever in the file, by its full dotted name."""
+    """Return every module that `path` imports, anywhere in the file, by its full dotted name."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.Import):
@@ -95,7 +95,7 @@ def imported_modules(path: Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def imported_parts(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """The parts of the package that `path` imports; a name of the package's face counts as ``__init__``."""
+    """Return the parts of the package that `path` imports; a public name of the package counts as ``__init__``."""
     for node, module in imported_modules(path):
         head, _, rest = module.partition(".")
         if head == "npuzero":
@@ -104,7 +104,7 @@ def imported_parts(path: Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def docstring_ids(tree: ast.Module) -> set[int]:
-    """Ids of the constants that are docstrings."""
+    """Return the ids of the constants that are docstrings."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.walk(tree):
@@ -190,15 +190,15 @@ def test_no_preset_is_named_outside_the_table():
     assert not wrong, wrong
 
 
-#: Where `stage` is ZeRO's: these parts are handed it, and Plan.preset makes a row of it.
+#: The parts in which `stage` means a ZeRO stage: Plan.preset turns it into a row of the table.
 ZERO_STAGES = ("plan", "api", "info", "planner", "cli", "bench")
 
 
 def asks_for_a_stage(node: ast.AST, zero_only: bool) -> bool:
-    """Whether `node` compares a stage or a preset of ZeRO.
+    """Tell whether `node` compares a ZeRO stage or preset.
 
-    A pipeline has stages as well, and asks whether one is its first or last, or before another. ZeRO's stages are
-    compared with their numbers; and, `zero_only`, with anything.
+    A pipeline has stages as well, and code asks whether one is the first or last, or before another. ZeRO's stages are
+    compared with their numbers and, with `zero_only`, with anything.
     """
     if isinstance(node, ast.Match):
         sides = [node.subject, *(pattern for case in node.cases for pattern in ast.walk(case.pattern))]
@@ -235,7 +235,7 @@ def test_a_pipelines_stage_may_be_compared(code, asks):
 
 
 def test_a_stage_is_data_not_an_if():
-    """No comparison with a stage or preset of ZeRO; Plan.preset looks it up in the table."""
+    """Find no comparison with a ZeRO stage or preset: Plan.preset looks it up in the table."""
     wrong = [
         f"{source_place(path, node)} asks for a stage"
         for path in python_files()
@@ -245,8 +245,8 @@ def test_a_stage_is_data_not_an_if():
     assert not wrong, wrong
 
 
-# No more than these: who meets more divides it; of api only code counts, so that examples in docstrings cost
-# nothing. What stays above has its reason in docs/decisions, under this number.
+# Upper bounds: a file or class above them is divided. In api only code counts, so that examples in docstrings cost
+# nothing. The exceptions have their reason in docs/decisions, under this number.
 CLASS_METHODS, FILE_LINES, API_CODE_LINES = 20, 500, 290
 LARGE: dict[str, int] = {}
 
@@ -264,7 +264,7 @@ def count_lines(path: Path) -> int:
 
 
 def code_lines_of(path: Path) -> int:
-    """Lines with code: neither docstrings, whose examples shall cost nothing, nor comments, nor blank ones."""
+    """Return the lines of code: no docstrings (examples in them cost nothing), comments or blank lines."""
     code: set[int] = set()
     tree = parse_tree(path)
     texts = {
@@ -280,7 +280,7 @@ def code_lines_of(path: Path) -> int:
 
 
 def count_methods(node: ast.ClassDef) -> int:
-    """Private ones count, and so do properties; an overload is no method of its own."""
+    """Count private methods and properties; overloads do not count."""
     methods = (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
     return len({method.name for method in methods})
 
@@ -323,7 +323,7 @@ def test_config_is_the_only_reader_of_the_environment():
 
 
 def test_vendors_packages_are_imported_only_when_asked_for():
-    """Never at the head of a module: where torch_npu is installed without CANN, importing it fails."""
+    """Import torch_npu never at the head of a module: importing it fails where it is installed without CANN."""
     wrong = [
         source_place(path, node)
         for path in python_files()
@@ -359,14 +359,14 @@ def project_texts() -> Iterator[Path]:
 
 
 def test_no_file_names_a_machine():
-    """Paths of whoever wrote a file do not belong in it."""
+    """Find no path of an author's machine in any file."""
     home = re.compile("|".join(re.escape(f"/{folder}/") for folder in ("work", "root", "home")))
     wrong = [str(path.relative_to(ROOT)) for path in project_texts() if home.search(path.read_text("utf-8", "replace"))]
     assert not wrong, wrong
 
 
 def heading_anchors(text: str) -> set[str]:
-    """Of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -409,9 +409,9 @@ print(json.dumps({
 
 @pytest.mark.skipif(find_spec("npuzero._C") is None, reason="needs the extension")
 def test_import_touches_nothing(tmp_path):
-    # torch loads its backends' packages by itself; here only what npuzero does counts.
+    # torch loads its backends' packages by itself; only the imports of npuzero count here.
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", _IMPORT]  # away from the sources, so that it is the installed package
+    command = [sys.executable, "-c", _IMPORT]  # away from the sources, so that the installed package is imported
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""Docstrings say what to do: each begins with a verb; what users call has an example, which runs."""
+"""Check the docstrings: each begins with a verb; public names have an example, and it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from npuzero.compat import internevo
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Whether a word is a verb no program tells: who needs another one adds it.
+#: The verbs that docstrings begin with. Add the one you need: no program can recognize a verb.
 VERBS = frozenset(
     re.findall(
         r"[\w-]+",
@@ -46,7 +46,7 @@ VERBS = frozenset(
 
 
 def package_docstrings() -> Iterator[tuple[str, str]]:
-    """Where each docstring of a class or function in the package is, and its text."""
+    """Return the place and text of each docstring of a class or function in the package."""
     for path in sorted((ROOT / "npuzero").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -63,13 +63,13 @@ def test_they_begin_with_a_verb():
 
 
 def public_objects() -> dict[str, Any]:
-    """What users call, by name. Errors are not called; the root of their tree shows how all are caught."""
+    """Return the public callables by name. Errors are not called; the root of their tree shows how to catch them."""
     named = [(f"npuzero.{name}", getattr(npuzero, name)) for name in npuzero.__all__]
     named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
     named += [(f"parallel.{name}", getattr(parallel, name)) for name in parallel.__all__]
     named += [(f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__]
     named += [(f"internevo.{name}", getattr(internevo, name)) for name in internevo.__all__]
-    # Programs do not make these: calls return or take them.
+    # Programs do not construct these: calls return or take them.
     given = {"CutTensor", "InitializedEngine", "InitializedTraining", "Loaded", "Saving", "Stateful"}
     return {
         name: each
@@ -81,14 +81,14 @@ def public_objects() -> dict[str, Any]:
 
 
 def find_example(each: Any) -> str | None:
-    """The code of the docstring's example; None where it has none."""
+    """Return the code of the docstring's example; None if it has none."""
     found = re.search(r"^Example::\n\n((?: {4}.*\n?|\n)+)", inspect.getdoc(each) or "", re.MULTILINE)
     return found and textwrap.dedent(found[1])
 
 
 @pytest.fixture
 def names() -> Iterator[dict[str, Any]]:
-    """What examples find there, in a world of one: the plain ``net``, the sharded ``model``, and a step's parts."""
+    """Return the names examples use, on one rank: the plain ``net``, the sharded ``model``, and a step's parts."""
     world = npuzero.init()
     net, sharded = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(world.device) for _ in range(2))
     model = npuzero.zero(sharded, stage=3)

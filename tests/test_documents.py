@@ -1,4 +1,4 @@
-"""What README and docs show, runs; README names every public name; and the table of decisions has each of them."""
+"""The code that README and docs show runs; README names every public name; the table of decisions lists them all."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_readme_has_a_line_for_every_public_name():
 
 
 def test_links_lead_somewhere():
-    """To files that there are, and to headings as GitHub writes them."""
+    """Check that links lead to existing files, and to headings as GitHub writes them."""
     for page in ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))):
         path = ROOT / page
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text("utf-8")):

@@ -1,4 +1,4 @@
-"""Tests, benchmarks and examples touch no private name of another file: what they hold is behaviour."""
+"""Tests, benchmarks and examples use no private name of another file: they test behaviour."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path i
 USERS = [path for path in USERS if path.parent.name != "mutants" and path != Path(__file__).resolve()]  # which quote
 PACKAGE = frozenset((ROOT / "npuzero").rglob("*.py"))
 
-# Names that are public in spite of their underscore: the extension, the one module that imports it, a NamedTuple's own.
+# Names that are public in spite of their underscore: the extension, the one module that imports it, NamedTuple methods.
 DOORS = {"_C", "_native", "_replace"}
 
-# Where there is no other way to what a test has to see.
+# Exceptions: tests that have no public way to observe their subject.
 ALLOWED = {
-    ("tests/world/forking.py", "_process_world"),  # what the end of a forked child's interpreter frees, freed early
+    ("tests/world/forking.py", "_process_world"),  # freed early; the end of a forked child's interpreter frees it later
     ("tests/unit/comm/test_communicator.py", "_process_world"),  # a process that is in no world yet
-    ("tests/world/test_comm.py", "_named"),  # ranks that may not open each other's memory, where they may
+    ("tests/world/test_comm.py", "_named"),  # to act as ranks that may not open each other's memory
     ("tests/world/test_again.py", "_store"),  # a store that answers late
-    ("tests/world/test_late.py", "_submit"),  # where operations are queued, with the memory they will use already named
-    ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that meets the others, and does not connect
+    ("tests/world/test_late.py", "_submit"),  # the place where operations are queued with the memory they will use
+    ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that joins the others and does not connect
 }
 
 
@@ -35,7 +35,7 @@ def is_private(name: str) -> bool:
 
 @cache
 def private_names(path: Path) -> frozenset[str]:
-    """The private names that a file gives: to functions, classes, variables, and attributes of its own objects."""
+    """Return the private names that a file defines: functions, classes, variables, attributes of its own objects."""
     found = set()
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -48,12 +48,12 @@ def private_names(path: Path) -> frozenset[str]:
 
 
 def is_own_attribute(value: ast.expr, path: Path) -> bool:
-    """Whether an attribute of ``value`` is of the file's making: anything in the package, its own objects in a test."""
+    """Tell whether this file makes ``value``'s attributes: anything in the package, its own objects in a test."""
     return path in PACKAGE or (isinstance(value, ast.Name) and value.id in ("self", "cls"))
 
 
 def used_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of every attribute, import, and name in a text alone, that may be another file's."""
+    """Yield line and name of every attribute, import and one-name string that may belong to another file."""
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.Attribute) and root_name(node) != "torch":
             yield node.lineno, node.attr
@@ -65,7 +65,7 @@ def used_names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def root_name(node: ast.expr) -> str:
-    """The name at the beginning of ``name.attribute.attribute``."""
+    """Return the name at the beginning of ``name.attribute.attribute``."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""

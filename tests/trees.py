@@ -1,4 +1,4 @@
-"""The syntax trees of sources, for as long as a file of tests looks at them."""
+"""Cache the syntax trees of sources while a file of tests reads them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def parse_tree(path: Path) -> ast.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_end_with_these_tests() -> Iterator[None]:
-    """They are a million objects, through which every later collection of this process would look."""
+    """Drop the trees at the end: they are a million objects, and every later garbage collection would scan them."""
     yield
     parse_tree.cache_clear()

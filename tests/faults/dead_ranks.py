@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of several processes; every function runs on each of them."""
+"""Faults on one rank of several processes; every function runs on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npuzero import ops
 from npuzero.comm import World
 from world.toy import build_seeded_model
 
-#: The rank that fails; neither the first nor the last.
+#: The rank that fails: neither the first nor the last.
 CULPRIT = 1
 
 
@@ -29,7 +29,7 @@ def kill_me() -> None:
 
 
 def train_with_fault(world: World, stage: str, steps: int, at: Callable[[str, int, Any], object]) -> None:
-    """Trains; calls ``at(place, step, model)`` before each part of a step."""
+    """Train, and call ``at(place, step, model)`` before each part of a step."""
     model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
@@ -44,7 +44,7 @@ def train_with_fault(world: World, stage: str, steps: int, at: Callable[[str, in
 
 
 def killed_in_step(world: World, stage: str, where: str) -> None:
-    """The culprit is killed inside forward, inside backward, inside the optimizer's update, or between steps."""
+    """Kill the culprit inside forward, inside backward, inside the optimizer's update, or between steps."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank != CULPRIT or step != 1 or place != where:
@@ -62,7 +62,7 @@ def killed_in_step(world: World, stage: str, where: str) -> None:
 
 
 def raises_in_forward(world: World, stage: str) -> None:
-    """The culprit's forward raises; its process then ends."""
+    """Raise in the culprit's forward; its process then ends."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank == CULPRIT and step == 1 and place == "forward":
@@ -72,12 +72,12 @@ def raises_in_forward(world: World, stage: str) -> None:
 
 
 def fewer_steps(world: World, stage: str) -> None:
-    """The culprit leaves after two steps of four."""
+    """Exit the culprit after two of four steps."""
     train_with_fault(world, stage, 2 if world.rank == CULPRIT else 4, lambda *_: None)
 
 
 def never_comes(world: World, stage: str, where: str) -> None:
-    """The culprit lives, but never comes."""
+    """Keep the culprit alive, but never let it join a collective."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank == CULPRIT and step == 1 and place == where:
@@ -87,7 +87,7 @@ def never_comes(world: World, stage: str, where: str) -> None:
 
 
 def skips_block(world: World, stage: str) -> None:
-    """The culprit leaves a block out of forward."""
+    """Leave a block out of the culprit's forward."""
     model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     if world.rank == CULPRIT:
@@ -99,7 +99,7 @@ def skips_block(world: World, stage: str) -> None:
 
 
 def evaluates_alone(world: World, stage: str) -> None:
-    """Only rank 0 evaluates."""
+    """Evaluate on rank 0 only."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank == 0 and step == 1 and place == "between":
@@ -110,7 +110,7 @@ def evaluates_alone(world: World, stage: str) -> None:
 
 
 def saves_alone(world: World, stage: str) -> None:
-    """Only rank 0 asks for the whole weights."""
+    """Ask for the full weights on rank 0 only."""
 
     def at(place: str, step: int, model: Any) -> None:
         if world.rank == 0 and step == 1 and place == "between":
@@ -120,7 +120,7 @@ def saves_alone(world: World, stage: str) -> None:
 
 
 def skips_step(world: World, stage: str) -> None:
-    """The culprit leaves one optimizer step out."""
+    """Leave out one optimizer step on the culprit."""
     model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
@@ -131,7 +131,7 @@ def skips_step(world: World, stage: str) -> None:
 
 
 def skips_backward(world: World, stage: str) -> None:
-    """The culprit leaves one backward pass out, as for a loss that is nan."""
+    """Leave out one backward pass on the culprit, as for a nan loss."""
     model = npuzero.zero(build_seeded_model(), plan=stage, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""A stage of a pipeline that dies; every function runs on each of several processes."""
+"""Pipelines with a stage that dies; every function runs on each of several processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuzero.plan import DATA
 
 from .dead_ranks import CULPRIT, kill_me
 
-#: Stages, of which each has as many data ranks.
+#: The number of stages, and of data ranks in each stage.
 STAGES = 2
 
 
@@ -29,7 +29,7 @@ class TanhResidualBlock(nn.Module):
 
 
 def kill_in_phase(where: str, pipe: Any) -> None:
-    """Have this process killed inside a forward, a backward, R3 or the update of what comes."""
+    """Kill this process inside a forward, a backward, the reduce-scatter (R3) or the update at the given place."""
     block = list(pipe.children())[1]  # its input needs a gradient
     if where == "forward":
         block.register_forward_pre_hook(lambda *_: kill_me())
@@ -51,7 +51,7 @@ def _kill_in_collective(word: str, plain: Any) -> Any:
 
 
 def killed_stage(world: World, plan: str, where: str, schedule: str) -> None:
-    """The culprit dies in the second step."""
+    """Kill the culprit in the second step."""
     mesh = npuzero.mesh(world=world, pipe=STAGES)
     torch.manual_seed(0)
     model = nn.Sequential(*(TanhResidualBlock() for _ in range(4)))

@@ -1,4 +1,4 @@
-"""What a disk does to one rank of several processes; every function runs on each of them."""
+"""Disk faults on one rank of several processes; every function runs on each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world.toy import build_seeded_model
 
 Call = _native.io.Call
 
-#: By name, what the system does from then on: of which call, and how.
+#: By name: the system call that fails, and how.
 FAULTS = {
     "a full disk": (Call.write, {"error": errno.ENOSPC}),
     "a bad sector that is written": (Call.write, {"error": errno.EIO}),
@@ -23,7 +23,7 @@ FAULTS = {
     "a bit that is another": (Call.read, {"flip": True}),
 }
 AXES = Plan.preset("zero3").states.axes
-#: Parameters unsharded, so that each rank can read them alone; states in files.
+#: Parameters are unsharded, so that each rank can read them alone; optimizer states are in files.
 READABLE = Plan(
     gradients=Placement(AXES),
     states=Placement(AXES, Memory.NVME),
@@ -33,7 +33,7 @@ READABLE = Plan(
 
 
 def inject_disk_fault(name: str, after: int = 0) -> None:
-    """The fault ``name`` befalls the call after the next ``after`` of its kind."""
+    """Inject the fault ``name`` into its call, after ``after`` calls that succeed."""
     call, how = FAULTS[name]
     _native.io.inject(call, after=after, **how)
 
@@ -43,7 +43,7 @@ def settings_in(folder: Path, **further: object) -> Settings:
 
 
 def disk_fails(world: World, stage: str, folder: Path, fault: str) -> None:
-    """The culprit's disk fails in the update of the second step."""
+    """Fail the culprit's disk in the update of the second step."""
     model = npuzero.zero(build_seeded_model(), stage, world=world, offload="nvme", settings=settings_in(folder))
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
@@ -55,7 +55,7 @@ def disk_fails(world: World, stage: str, folder: Path, fault: str) -> None:
 
 
 def disk_is_full(world: World, stage: str, folder: Path, where: str) -> None:
-    """The culprit may make no file: the system says so, as it does of a full disk, to zero() or to the first step."""
+    """Refuse the culprit every new file, as a full disk does: in zero() or in the first step."""
 
     def fill_up(place: str) -> None:
         if world.rank == CULPRIT and place == where:

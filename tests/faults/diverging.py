@@ -1,6 +1,6 @@
-"""What one rank does and the others do not: each function runs on every rank, and never ends well.
+"""Programs that diverge on one rank: each function runs on every rank, and never ends well.
 
-None of these is a matter of timing: the ranks end up waiting for each other, and would until the timeout.
+None depends on timing: the ranks end up waiting for each other, and would wait until the timeout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from npuzero import checkpoint
 from npuzero.comm import World
 from world.toy import build_seeded_model, toy_loss, toy_tokens
 
-#: The rank that goes another way, where it is not rank 0.
+#: The rank that diverges, where it is not rank 0.
 CULPRIT = 1
 
 
 class DivergingRun:
-    """A model in training on this rank, as the loops below write it."""
+    """Hold a model in training on this rank, with the operations that the loops below call."""
 
     def __init__(self, world: World, plan: str) -> None:
         self.world = world
@@ -51,7 +51,7 @@ def _shared_folder() -> Path:
 
 
 def only_rank_0(what: Callable[[DivergingRun], object]) -> Callable[[World, str], None]:
-    """Two steps, then ``what`` on rank 0 alone, then two steps."""
+    """Take two steps, run ``what`` on rank 0 alone, take two steps."""
 
     def fault(world: World, plan: str) -> None:
         run = DivergingRun(world, plan)
@@ -110,7 +110,7 @@ def _second_model(run: DivergingRun) -> None:
 
 
 def only_the_culprit(what: Callable[[DivergingRun], object]) -> Callable[[World, str], None]:
-    """``what`` on the culprit alone, between backward and the step."""
+    """Run ``what`` on the culprit alone, between backward and the step."""
 
     def fault(world: World, plan: str) -> None:
         run = DivergingRun(world, plan)
@@ -128,7 +128,7 @@ def _read_full_gradient(run: DivergingRun) -> None:
 
 
 def skips_a_step(world: World, plan: str) -> None:
-    """As for a loss that is nan on one rank."""
+    """Skip a backward, as for a nan loss on one rank."""
     run = DivergingRun(world, plan)
     for step in range(4):
         run.backward(step)
@@ -139,7 +139,7 @@ def skips_a_step(world: World, plan: str) -> None:
 
 
 def uneven_micro_batches(world: World, plan: str) -> None:
-    """The culprit's data loader has one micro-batch less."""
+    """Give the culprit's data loader one micro-batch less."""
     run = DivergingRun(world, plan)
     for step in range(3):
         micro_batches = 3 if world.rank == CULPRIT else 4
@@ -151,7 +151,7 @@ def uneven_micro_batches(world: World, plan: str) -> None:
 
 
 def goes_on_after_an_exception(world: World, plan: str) -> None:
-    """A batch that the culprit cannot read: it takes the next."""
+    """Give the culprit a batch that it cannot read: it takes the next."""
     run = DivergingRun(world, plan)
     for step in range(4):
         try:
@@ -164,7 +164,7 @@ def goes_on_after_an_exception(world: World, plan: str) -> None:
 
 
 def goes_on_after_an_exception_in_forward(world: World, plan: str) -> None:
-    """One micro-batch that does not fit in the culprit's memory."""
+    """Raise out-of-memory on the culprit for one micro-batch."""
     run = DivergingRun(world, plan)
 
     def fails(module: nn.Module, inputs: Any) -> None:
@@ -181,14 +181,14 @@ def goes_on_after_an_exception_in_forward(world: World, plan: str) -> None:
 
 
 def cuts_alone(world: World, plan: str) -> None:
-    """Only rank 0 cuts its model; the others go on to something of their own."""
+    """Shard the model on rank 0 only; the remaining ranks go on to another operation."""
     if world.rank == 0:
         DivergingRun(world, plan)
     world.communicator(range(world.size), "mine").barrier()
 
 
 def other_order_of_units(world: World, plan: str) -> None:
-    """A model whose blocks run in another order on the culprit."""
+    """Build a model whose blocks run in another order on the culprit."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -211,7 +211,7 @@ def other_order_of_units(world: World, plan: str) -> None:
 
 
 def ends_early(world: World, plan: str) -> None:
-    """The culprit's data ends first."""
+    """End the culprit's data first."""
     DivergingRun(world, plan).steps(0, 2 if world.rank == CULPRIT else 4)
 
 
@@ -232,7 +232,7 @@ def one_exchange_more(world: World, plan: str) -> None:
 
 
 def in_a_ring(world: World, plan: str) -> None:
-    """Each pair of neighbours meets, and each rank goes to the one on its right first."""
+    """Pair each two neighbours; each rank goes to the rank on its right first."""
     right = (world.rank + 1) % world.size
     for pair in (sorted((world.rank, right)), sorted((world.rank, (world.rank - 1) % world.size))):
         world.communicator(pair, "neighbours").barrier()

@@ -1,7 +1,7 @@
-"""Provokes faults away from the test process: one that crashes or hangs takes nothing with it.
+"""Provoke faults outside the test process, which survives crashes and hangs.
 
-A case runs in a process of its own, there on ranks that are threads (:func:`provoke`), or on one process per rank
-(:func:`run_faulty_ranks`). Both have a hard limit of time and report what every rank raised.
+A case runs in a separate process on ranks that are threads (:func:`provoke`), or on one process per rank
+(:func:`run_faulty_ranks`). Both have a hard time limit and report the error of every rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch.distributed as dist
 import npuzero
 from npuzero.comm import run_threads
 
-# Children come from a process that has imported torch once (with what optimizers import at their first step) and has
-# computed nothing: quick, and without its threads.
+# Children fork from a process that has imported torch (and the modules that optimizers import at their first step) and
+# has computed nothing: they start fast, and have none of torch's threads.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero"])
 
@@ -35,7 +35,7 @@ LIMIT_S = 150.0
 
 @dataclass(frozen=True)
 class SeenError:
-    """What a rank raised, in a form that travels: ``kind`` and its bases by name, and the three parts if it is ours."""
+    """Describe a rank's error for transport: ``kind`` and its bases by name, and three parts if it is npuzero's."""
 
     kind: str = ""
     bases: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class SeenError:
 
 @dataclass
 class ProcessOutcome:
-    """What became of a process: what it ``seen``, nothing where it died; ``exit_code`` is None where it hung."""
+    """Describe the end of a process: the value it returned as ``seen``; ``exit_code`` is None where it hung."""
 
     seen: Any = None
     exit_code: int | None = None
@@ -56,14 +56,14 @@ class ProcessOutcome:
 
 
 class FaultProvoker:
-    """A process that provokes one row of the table after another, and is replaced when a row kills it or hangs."""
+    """Run rows of the table one after another in a process, which is replaced after a row that kills or hangs it."""
 
     def __init__(self) -> None:
         self._pipe: Any = None
         self._child: Any = None
 
     def provoke(self, name: str) -> list[SeenError]:
-        """What each rank raises in the row ``name``; fails if the process crashes or hangs."""
+        """Return the error of each rank in the row ``name``; fail if the process crashes or hangs."""
         if self._child is None:
             self._pipe, theirs = _context.Pipe()
             self._child = _context.Process(target=_serve_rows, args=(theirs,), daemon=True)
@@ -81,7 +81,7 @@ class FaultProvoker:
         raise AssertionError(f"what became of the process: {verdict}")
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._child is not None:
             self._child.kill()
             self._child.join()
@@ -96,9 +96,9 @@ def run_faulty_ranks(
     backend: str | None = None,
     agent: bool = True,
 ) -> list[ProcessOutcome]:
-    """``fault(world, *args)`` on ``ranks`` processes that meet by ``npuzero.init()`` as torchrun would start them.
+    """Run ``fault(world, *args)`` on ``ranks`` processes that join by ``npuzero.init()`` as torchrun starts them.
 
-    ``agent``: the store is kept apart from the ranks, as by torchrun's agent; else by rank 0, as under mpirun.
+    ``agent``: a separate process keeps the store, as torchrun's agent does; else rank 0 keeps it, as under mpirun.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
@@ -109,7 +109,7 @@ def run_faulty_ranks(
 
 
 def catch_fault(fault: Callable[..., object], *args: Any) -> SeenError:
-    """Calls ``fault`` and tells what it raised."""
+    """Call ``fault`` and report its error."""
     begin_s = time.monotonic()
     try:
         fault(*args)
@@ -162,13 +162,13 @@ def _run_child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _prepare_process() -> None:
-    faulthandler.enable()  # what each thread was at, should a signal end the process
+    faulthandler.enable()  # prints each thread's stack if a signal ends the process
     warnings.simplefilter("error")
     torch.set_num_threads(1)
 
 
 def _serve_rows(pipe: Connection) -> None:
-    # Rows are functions without a name of their own: they are looked up here instead of being sent.
+    # Rows are unnamed functions, which cannot be pickled: the child looks them up here.
     cases = importlib.import_module("faults.bad_inputs.table").CASES
     _prepare_process()
     while True:

@@ -1,4 +1,4 @@
-"""Calls of the extension by hand that no checked door would make, each to be refused; run by test_hostile_calls.py."""
+"""Call the extension in ways that no checked API allows; every call must be refused. Run by test_hostile_calls.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def single_rank_communicator() -> Any:
 
 
 def submit_call(**some: Any) -> Callable[[], object]:
-    """A call that is right but for ``some`` of its arguments."""
+    """Return a call with valid arguments except ``some``."""
     right = {"verb": int(comm.Verb.all_reduce), "input": AT, "output": AT, "numel": 4, "itemsize": 4}
     right |= {"wire": 0, "result": 0, "accumulate": False, "root": 0, "dtype": "float32", "tag": ""}
     return lambda: build_core_communicator().submit(**{**right, **some})
@@ -161,7 +161,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 def serve_hostile_calls(pipe: Connection, names: list[str]) -> None:
-    """Makes the calls ``names``, one after another, and says what each raised."""
+    """Make the calls ``names`` one after another, and print the error of each."""
     for name in names:
         try:
             CALLS[name]()

@@ -1,4 +1,4 @@
-"""Raise at the nth call of whatever may fail inside the engine; and trainings in which that happens."""
+"""Raise at the nth call that may fail inside the engine, and the trainings that this interrupts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from world.test_optimizers import optimizer_state
 from world.toy import build_seeded_model
 from world.train import State
 
-#: What may fail, by where it is looked up: memory, collectives and waits for them, disks, copies, kernels.
+#: The calls that may fail, by their place of lookup: memory, collectives and waits for them, disks, copies, kernels.
 CALLS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (TransientBuffer, ("restore",)),
     (MemorySpace, ("allocate",)),
@@ -46,7 +46,7 @@ _here = threading.local()
 
 
 class UserInterrupt(KeyboardInterrupt):
-    """What a user's Ctrl-C raises, wherever the program is."""
+    """Stand in for the KeyboardInterrupt of a user's Ctrl-C."""
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -79,10 +79,10 @@ def _raise_at_count(real: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class RaisedCall:
-    """Tells which call raised.
+    """Record which call raised.
 
     Attributes:
-        name: of that call; "" where there were fewer calls.
+        name: the call's name; "" if there were fewer calls.
     """
 
     name = ""
@@ -90,7 +90,7 @@ class RaisedCall:
 
 @contextlib.contextmanager
 def raising_at(n: int | None, make: Make) -> Iterator[RaisedCall]:
-    """Raise ``make()`` at call ``n`` of those this thread makes inside, and swallow it on the way out; None: never."""
+    """Raise ``make()`` at this thread's ``n``th call inside, and swallow it on exit; None: never."""
     hit = RaisedCall()
     _here.left, _here.make, _here.hit = n, make, ""
     try:
@@ -101,7 +101,7 @@ def raising_at(n: int | None, make: Make) -> Iterator[RaisedCall]:
         _here.left, hit.name = None, _here.hit
 
 
-#: By name, what makes the error.
+#: By name: the function that makes the error.
 ERRORS: dict[str, Make] = {"out of memory": out_of_memory, "interrupt": UserInterrupt}
 #: By name: plan, ranks, further arguments of zero().
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -116,18 +116,18 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero3 on one rank": ("zero3", 1, {}),
 }
 PHASES = ("forward", "backward", "second micro-batch", "evaluation", "full_state_dict", "gathered")
-#: In these no batch is lost: the program tries once more.
+#: Phases that lose no batch: the program tries once more.
 READING = ("evaluation", "full_state_dict", "gathered")
 
 
 @dataclass
 class RunCourse:
-    """What a run has done.
+    """Record a run.
 
     Attributes:
-        trained: the batches that it trained on.
+        trained: the batches it trained on.
         hits: the calls that raised.
-        state: in the end.
+        state: the final state.
     """
 
     trained: list[int] = field(default_factory=list)
@@ -137,7 +137,7 @@ class RunCourse:
 
 
 class FrozenBiasNet(nn.Module):
-    """A unit of the root and one for each block, each of two flats; of one block a flat is frozen."""
+    """Build a root unit and one unit per block, each of two flat parameters; one block has a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class FrozenBiasNet(nn.Module):
 
 
 class RaisingRun:
-    """A training on one rank that can be made to raise in one phase."""
+    """Train on one rank, and raise in one phase if asked."""
 
     def __init__(self, world: World, name: str, folder: Path, **settings: Any) -> None:
         plan, ranks, options = PLANS[name]
@@ -166,7 +166,7 @@ class RaisingRun:
         self.course = RunCourse()
 
     def settle(self) -> None:
-        """Wait for the last update, so that all ranks make the same calls whatever their threads have done so far."""
+        """Wait for the last update, so that all ranks make the same calls however far their threads are."""
         engine_of(self.model).update.stream.quiet()
 
     def loss(self, step: int, micro_batch: int = 0) -> Tensor:
@@ -174,7 +174,7 @@ class RaisingRun:
         return self.model(inputs).float().square().mean()
 
     def part(self, phase: str, n: int | None, make: Make, step: int) -> None:
-        """One batch, which raises at call ``n`` of ``phase``."""
+        """Train on one batch, and raise at call ``n`` of ``phase``."""
         self.settle()
         if phase in READING:
             with raising_at(n, make) as hit:
@@ -218,7 +218,7 @@ def run_raising_ranks(name: str, body: Any) -> list[Any]:
 
 
 def run_without_raising(name: str, folder: Path, batches: Iterable[int], phase: str = "forward") -> RunCourse:
-    """The run of ``batches`` alone, in which nothing raises."""
+    """Run ``batches`` alone, without any error."""
 
     def rank(world: World) -> RunCourse:
         run = RaisingRun(world, name, folder)

@@ -1,4 +1,4 @@
-"""Arguments that no call can take, one after another, for many public calls: each ends in a typed error."""
+"""Invalid arguments, one after another, to many public calls: each ends in a typed error."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def write_nested_json(folder: Path) -> Path:
     return folder / "nested.json"
 
 
-#: Files that no reader may wait for, or read without an end.
+#: Files that a reader must neither wait for nor read without end.
 FILES: dict[str, Callable[[Path], Path]] = {
     "a pipe": make_fifo,
     "a device": lambda _: Path("/dev/zero"),

@@ -1,4 +1,4 @@
-"""Bad input: every row of the table gives a typed error that says expected, got and what to do, on every rank, soon."""
+"""Bad input: every row of the table gives a typed error with expected, got and a remedy, on every rank, soon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from faults.bad_inputs.case import BadInput
 from faults.bad_inputs.table import CASES
 from faults.fault_ranks import FaultProvoker, SeenError
 
-#: Seconds until the last rank has its error; far more than it takes, far less than a collective waits.
+#: Seconds until the last rank has its error: far more than needed, far less than a collective's timeout.
 SOON_S = 8.0
 
 

@@ -28,7 +28,7 @@ def all_ranks_communicator(world: World, name: str = "all") -> comm.Communicator
 
 
 def run_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.0) -> dict[int, CollectiveError]:
-    """The CollectiveError each rank met."""
+    """Return the CollectiveError of each rank."""
     met: dict[int, CollectiveError] = {}
 
     def body(world: World) -> None:
@@ -216,7 +216,7 @@ def test_half_built_is_destroyed_cleanly() -> None:
 
 
 def _killed_in_collectives(world: World, verb: str, in_place: bool) -> tuple[float, str, str]:
-    """Rank 1 is killed while all are in the midst of a long run of operations."""
+    """Kill rank 1 while all ranks are in a long run of operations."""
     group = all_ranks_communicator(world)
     n = 1 << 20
     make = group.buffer if in_place else torch.ones

@@ -1,4 +1,4 @@
-"""Ranks that die, leave, or go another way: the others get a CollectiveError soon, and nothing stays behind."""
+"""Ranks that die, leave or diverge: the remaining ranks get a CollectiveError soon, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from faults.fault_ranks import ProcessOutcome, run_faulty_ranks
 pytestmark = pytest.mark.world
 
 RANKS = 3
-#: Seconds from a rank's end until all others have their error and have ended too.
+#: Seconds from a rank's end until all remaining ranks have their error and have ended.
 SOON_S = 4.0
-#: For ranks that wait for what never comes.
+#: Timeout for ranks that wait in vain.
 TIMEOUT_S = 2.0
 
 
-#: What is expected of ranks that part: of the collective itself, of all calls, or of the call that some left out.
+#: The text expected of diverging ranks: on the collective itself, on all calls, or on the call left out.
 _DIFFER = "size, dtype and tag on every|the same, in the same order|on every rank, since it is collective"
 
 
@@ -56,7 +56,7 @@ def test_killed_before_training(fault: Any) -> None:
 
 @pytest.mark.parametrize("stage", ("zero0", "zero3"))
 def test_exception_on_one_rank(stage: str) -> None:
-    """Its own error stays what it is; the others hear of it when the process has ended."""
+    """Its own error stays the same; the remaining ranks get theirs when the process has ended."""
     outcomes = run_faulty_ranks(dead_ranks.raises_in_forward, RANKS, stage)
     assert outcomes[CULPRIT].seen.kind == "ZeroDivisionError"
     check_others_know(outcomes, f"rank {CULPRIT}")
@@ -79,7 +79,7 @@ def test_fewer_steps_on_one_rank(stage: str) -> None:
     ],
 )
 def test_another_way(fault: Any, one: str, other: str) -> None:
-    """Where parameters are cut, a branch that differs by rank is an error that names what either side does."""
+    """With sharded parameters, a branch that differs by rank is an error that names the operation of each side."""
     outcomes = run_faulty_ranks(fault, RANKS, "zero3")
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 0

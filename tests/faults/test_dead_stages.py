@@ -1,4 +1,4 @@
-"""A rank of a pipeline that dies: the ranks of all stages get a CollectiveError soon, and nothing stays behind."""
+"""A rank of a pipeline dies: the ranks of all stages get a CollectiveError soon, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.world
 def test_killed(plan: str, where: str, schedule: str, data: int) -> None:
     outcomes = run_faulty_ranks(dead_stages.killed_stage, dead_stages.STAGES * data, plan, where, schedule)
     assert outcomes[CULPRIT].exit_code == -9
-    # Of the culprit by who waits for it, and where such a rank has ended in turn, of that one.
+    # A waiting rank names the culprit; where such a rank has ended in turn, the error names that rank.
     check_others_know(outcomes, r"rank \d (is dead|has ended|aborted)")
     assert any(f"rank {CULPRIT} is dead" in outcome.seen.text for outcome in outcomes if outcome.seen is not None)
-    if where in {"forward", "backward"}:  # who waits for the stage says between which, and for what
+    if where in {"forward", "backward"}:  # the waiting rank names the stages of the send, and its purpose
         assert any(" tagged 'stage " in outcome.seen.text for outcome in outcomes if outcome.seen is not None)

@@ -1,5 +1,5 @@
-"""Training with states in files, and disks that fail: a typed error soon, no update of what is damaged, no step after
-one that was half applied, and nothing left.
+"""Training with optimizer states in files on disks that fail: a typed error soon, no update of damaged states, no step
+after a partial one, and no files left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from world.train import CutSession, State, assert_same_bits
 
 SOON_S = 5.0
 RANKS = 2
-#: What the error says of each fault.
+#: The error text of each fault.
 SAYS = {
     "a full disk": ("OutOfSpace", "No space left"),
     "a bad sector that is written": ("StorageError", "Input/output error"),
@@ -46,7 +46,7 @@ QUICK = ("a full disk", 0), ("a bad sector that is read", 5), ("a bit that is an
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """On a disk; nothing is left in it, and no file without a name open."""
+    """Return a folder on a disk; at the end it must be empty, with no unnamed file open."""
     if _native.io.is_memory(str(tmp_path)):
         pytest.skip("the temporary folder is in memory")
     place = tmp_path / "nvme"
@@ -58,12 +58,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def count_nameless_files(folder: Path) -> int:
-    """How many files without names this process has there."""
+    """Return how many unnamed files this process has open there."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(link)
-        except FileNotFoundError:  # what the folder was listed by
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         found += target.startswith(str(folder)) and target.endswith("(deleted)")
     return found
@@ -78,7 +78,7 @@ def assert_gone(gone: Callable[[], bool]) -> None:
 
 
 class DiskTraining:
-    """A model in training on one rank, with states in a folder."""
+    """Hold a model in training on one rank, with optimizer states in a folder."""
 
     def __init__(self, world: World, folder: Path, seed: int = 0, **settings: Any) -> None:
         self.session = CutSession(
@@ -99,7 +99,7 @@ class DiskTraining:
         return self.session.state() | optimizer_state(self.optimizer)
 
     def resting(self) -> list[Tensor]:
-        """Copies of the parameters as they lie there, whatever has become of their update."""
+        """Copy the parameters as they are in memory, updated or not."""
         return [flat.own_parameters.clone() for flat in engine_of(self.session.model).flats()]
 
 
@@ -128,7 +128,7 @@ def train_without_faults(folder: Path, last: int) -> State:
     ],
 )
 def test_a_disk_that_fails_in_an_update(fault: str, after: int, folder: Path, tmp_path: Path) -> None:
-    """What was updated is right, what is damaged is not; no call goes on; from a checkpoint training does."""
+    """Updated parameters are right, damaged ones unchanged; every call is refused; a checkpoint resumes training."""
 
     def rank(world: World) -> tuple[list[Tensor], list[Tensor], list[Any]]:
         training = DiskTraining(world, folder)
@@ -182,7 +182,7 @@ def test_a_damaged_state_is_found_before_anything_is_updated(folder: Path) -> No
     def rank(world: World) -> None:
         training = DiskTraining(world, folder)
         training.steps(0, 2)
-        training.outcome()  # what was read for the next update is read again
+        training.outcome()  # reads again the states that were read for the next update
         before = training.resting()
         training.session.loss(2).backward()
         inject_disk_fault("a bit that is another")
@@ -207,7 +207,7 @@ def test_short_transfers_and_signals_move_no_bit(folder: Path) -> None:
 
 
 def test_what_was_written_between_steps_and_does_not_reach_the_disk(folder: Path) -> None:
-    """An update that begins so is none: no step follows it."""
+    """An update that fails at its start changes nothing: no step follows it."""
 
     def rank(world: World) -> None:
         training = DiskTraining(world, folder)
@@ -228,7 +228,7 @@ def test_what_was_written_between_steps_and_does_not_reach_the_disk(folder: Path
 
 @pytest.mark.parametrize("store", [0, 1], ids=["masters, in zero()", "moments, in the first step"])
 def test_a_disk_that_is_full_at_the_start(store: int, folder: Path) -> None:
-    """It is told so; when there is room the same call succeeds, and no bit is another."""
+    """The user gets a typed error; when there is room the same call succeeds, with identical bits."""
 
     def rank(world: World) -> State:
         _native.io.inject(Call.allocate, after=store, error=errno.ENOSPC)
@@ -293,7 +293,7 @@ def find_update_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("fault", [pytest.param(None, marks=pytest.mark.slow), "a bad sector that is written"])
 def test_a_model_that_is_dropped_in_an_update_takes_all_with_it(fault: str | None, folder: Path) -> None:
-    """Thread, files and buffers; while the update is under way, and where it has failed."""
+    """Thread, files and buffers are freed, both during an update and after a failed one."""
     gc.collect()
 
     def rank(world: World) -> None:
@@ -329,7 +329,7 @@ def test_one_rank_whose_disk_is_full(where: str, folder: Path) -> None:
 
 
 def assert_known(outcomes: list[ProcessOutcome], kind: str, says: str) -> None:
-    """The culprit says what it was; the others, soon, that it is dead."""
+    """The culprit reports the cause; the remaining ranks soon report that it is dead."""
     assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
     for rank, outcome in enumerate(outcomes):
         expected, words = (kind, says) if rank == CULPRIT else ("CollectiveError", f"rank {CULPRIT}")

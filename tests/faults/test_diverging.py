@@ -1,6 +1,6 @@
-"""Ranks that go different ways and wait for each other: each is told within seconds where all of them are.
+"""Ranks that diverge and wait for each other: within seconds, each gets an error with the place of every rank.
 
-On ranks that are threads, and for some cases on processes over shared memory and over gloo.
+Ranks are threads; some cases run on processes over shared memory and over gloo.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from npuzero.comm.watchdog.hang_detector import NOWHERE, PendingWait, RankStatus
 from npuzero.errors import CollectiveError, NpuZeroError
 
 RANKS = 3
-#: Seconds from the moment ranks wait for each other until all of them know.
+#: Seconds from the moment ranks wait for each other until all of them have the error.
 NAMED_S = 5.0
-#: What a plan that keeps parameters whole may do alone, without harm.
+#: Calls that a plan with unsharded parameters may make on one rank alone.
 HARMLESS = {
     ("zero1", "evaluation on rank 0 only"),
     ("zero1", "full_state_dict on rank 0 only"),
     ("zero1", "another order of units"),
     ("zero1", "uneven micro-batches"),
 }
-#: What the others have left out, as the user calls it.
+#: The call left out by the remaining ranks, as the user knows it.
 LEFT_OUT = {
     "save on rank 0 only": "checkpoint.save",
     "asynchronous save on rank 0 only": "checkpoint.save",
@@ -52,14 +52,14 @@ LEFT_OUT = {
     "another step on one rank": "optimizer.step",
     "a step left out": "optimizer.step",
 }
-#: gloo compares nothing: units of equal sizes are taken for each other, and other sizes end the process within gloo.
+#: gloo compares nothing: it confuses units of equal sizes, and other sizes end the process within gloo.
 NOT_SEEN_BY_GLOO = ("another order of units", "exception in a forward")
-#: The commonest, on real processes.
+#: The most common cases, on real processes.
 ON_PROCESSES = ("save on rank 0 only", "clipping on one rank", "a step left out", "uneven micro-batches")
 
 
 def _errors_met(size: int, fault: Any, *args: Any) -> dict[int, tuple[BaseException, float]]:
-    """What each rank of ``size`` threads raises, and after how many seconds."""
+    """Return the error of each of ``size`` threads, and the seconds until it."""
     met: dict[int, tuple[BaseException, float]] = {}
 
     def body(world: World) -> None:
@@ -102,7 +102,7 @@ def test_every_rank_is_told_where_all_are(plan: str, case: str) -> None:
         if isinstance(error, CollectiveError):
             named = (CULPRIT,) if error.facts["kind"] == "closed" else (0, CULPRIT)
             assert all(re.search(rf"rank (\d, )*{rank}", error.got) for rank in named), error.got
-        alike = (plan, case) == ("zero1", "a step left out")  # all are in a step, of which one is a step behind
+        alike = (plan, case) == ("zero1", "a step left out")  # all ranks are in a step; one is a step behind
         call = None if alike else LEFT_OUT.get(case)
         if call is not None:
             assert error.expected == f"{call} on every rank, since it is collective", error
@@ -128,7 +128,7 @@ def test_the_text_says_what_was_called_where_and_since_when() -> None:
 
 @pytest.mark.parametrize("fault", (diverging.in_a_ring,))
 def test_groups_of_some_ranks(fault: Any) -> None:
-    """No two ranks miss each other, but all of them together do."""
+    """No two ranks wait for each other, but all of them together form a cycle."""
     for error, _ in _errors_met(RANKS, fault, "").values():
         assert isinstance(error, CollectiveError)
         assert re.match("rank 0: waits in barrier #1 of 'neighbours' among rank 0, 1,", error.got)
@@ -166,7 +166,7 @@ def test_the_world_is_broken_for_good() -> None:
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
-    """It computes; the others wait for it in an exchange, in a collective and beside each other."""
+    """A rank that computes while its peers wait in a collective or an exchange raises no alarm."""
 
     def body(world: World) -> list[float]:
         everyone = world.communicator(range(world.size), "ops")
@@ -184,7 +184,7 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 
 
 def test_what_was_started_is_awaited_in_any_order() -> None:
-    """Each rank waits for another of two operations that all have started or will start."""
+    """Each rank waits for another of two operations; every rank has started or will start both."""
 
     def body(world: World) -> float:
         one, other = (world.communicator(range(2), name) for name in ("one", "other"))
@@ -201,7 +201,7 @@ def test_what_was_started_is_awaited_in_any_order() -> None:
 
 
 def test_a_thread_beside_the_main_one_may_still_come() -> None:
-    """Rank 0 waits in two threads; on rank 1 one thread is late for what the other's wait depends on."""
+    """Rank 0 waits in two threads; on rank 1 one thread is late for the operation that the second wait depends on."""
     import threading
 
     def body(world: World) -> list[int]:
@@ -218,7 +218,7 @@ def test_a_thread_beside_the_main_one_may_still_come() -> None:
         thread.start()
         time.sleep(0.1)
         if world.rank == 1:
-            world.exchange(0, "main")  # rank 0 comes here after it has heard from rank 1's thread
+            world.exchange(0, "main")  # rank 0 arrives after the message from rank 1's thread
             thread.join()
         else:
             thread.join()
@@ -255,7 +255,7 @@ def _meeting_at(place: str, number: int, *ranks: int) -> Rendezvous:
         (
             [_rank_status(_meeting_at("a", 2, 0, 1), a=2), _rank_status(_meeting_at("b", 1, 0, 1), b=1, a=1)],
             [0, 1],
-        ),  # it has done the first alone
+        ),  # it has finished the first alone
         ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), RankStatus((), {}, "has ended")], [0]),
         ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), RankStatus((), {"a": 1}, "has ended")], []),
         ([_rank_status(_meeting_at("a", 1, 0, 1), a=1), _rank_status(_meeting_at("b", 1, 1, 2), b=1), NOWHERE], []),

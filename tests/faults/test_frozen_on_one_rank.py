@@ -1,4 +1,4 @@
-"""Parameters frozen on one rank only: every rank names them, whatever it waits for by then."""
+"""Parameters frozen on one rank only: every rank names them, in any call it waits in by then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuzero.comm import World
 from npuzero.comm.watchdog.frozen_parameters import describe_frozen_difference, record_frozen
 from npuzero.errors import NpuZeroError
 
-#: Seconds after which every rank must know.
+#: Seconds until every rank must have the error.
 TOLD_S = 5.0
 
 
@@ -54,7 +54,7 @@ def test_every_rank_names_what_another_has_frozen(plan: str, frozen: str) -> Non
 
 
 def test_models_of_different_parameters_are_not_compared() -> None:
-    """Such as the stages of a pipeline."""
+    """Stages of a pipeline, for example."""
     first, second = record_frozen("first", ["a"]), record_frozen("second", [])
     assert not describe_frozen_difference({0: [first], 1: [second]})
     assert describe_frozen_difference({0: [first], 1: [record_frozen("first", list("bcdefgh"))]}) == (

@@ -1,4 +1,4 @@
-"""The extension by hand: what makes no sense is a TypeError or a ValueError, and the process lives on."""
+"""Direct calls of the extension: invalid ones raise TypeError or ValueError, and the process survives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What became of each call. A process makes one after another; where one kills it, the next begins after that."""
+    """Return each call's result. A process makes call after call; if one kills it, the next process goes on after it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero"])
     found: dict[str, str] = {}

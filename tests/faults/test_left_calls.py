@@ -1,4 +1,4 @@
-"""A rank that left a call by an exception, which its program caught, and that calls nothing more: the others say so."""
+"""A rank leaves a call by an exception, catches it and makes no further call: the remaining ranks report it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RaiseInBackward(torch.autograd.Function):
 
 
 class RaisingLayer(nn.Module):
-    """A layer that can be told to raise."""
+    """A layer that raises on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class RaisingLayer(nn.Module):
 
 
 def build_raising_step(world: World, raises: str) -> tuple[nn.Module, Callable[[], None]]:
-    """Return a model, and a step in which ``raises`` raises on the culprit."""
+    """Return a model, and a step in which ``raises`` names the place that raises on the culprit."""
     net = nn.Sequential(nn.ModuleList([RaisingLayer(), RaisingLayer()])[0], RaisingLayer())
     model = npuzero.zero(net, stage=3, world=world)
     optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
@@ -70,7 +70,7 @@ def build_raising_step(world: World, raises: str) -> tuple[nn.Module, Callable[[
 
 
 def run_left_step(world: World, raises: str, told: threading.Event) -> None:
-    """Run a step that the culprit leaves by an exception, which it catches, and calls nothing until it is named."""
+    """Run a step that raises on the culprit, which catches the error and makes no call until a warning names it."""
     world.board.warn_s = WARN_S
     _, step = build_raising_step(world, raises)
     if world.rank == CULPRIT:
@@ -84,7 +84,7 @@ def run_left_step(world: World, raises: str, told: threading.Event) -> None:
 
 
 def collect_warnings(body: Callable[[World, threading.Event], object], size: int = 3) -> list[str]:
-    """Return what ranks that are threads warn of in ``body(world, told)``; ``told`` is set by the first warning."""
+    """Return the warnings of ``body(world, told)`` on threads as ranks; the first warning sets ``told``."""
     told, said = threading.Event(), list[str]()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -115,7 +115,7 @@ def test_the_others_name_the_rank_the_call_the_exception_and_the_time(raises: st
 
 
 def test_a_rank_that_calls_again_is_not_named() -> None:
-    """Its exception of before is past: the rank has called since, and computes."""
+    """An earlier exception no longer counts: the rank has made calls since, and computes."""
 
     def body(world: World, told: threading.Event) -> None:
         world.board.warn_s = WARN_S
@@ -151,7 +151,7 @@ def test_a_block_within_gathered_is_left_too() -> None:
 
 
 def write_rank_warning(world: World, path: str) -> None:
-    """Write what rank 0 warns of to ``path``; the culprit leaves once something is there."""
+    """Write rank 0's warnings to ``path``; the culprit exits once there is one."""
     warnings.simplefilter("always")
     warnings.showwarning = lambda message, *_, **__: Path(path).write_text(str(message))
     world.board.warn_s = WARN_S

@@ -1,4 +1,4 @@
-"""Ranks that never join: those that wait say who is missing, soon in a warning, at the timeout in their error."""
+"""Ranks that never join: waiting ranks name the missing ones, soon in a warning, at the timeout in their error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.world
 TIMEOUT_S = 8.0
 RANKS = 3
 
-#: A process of a run: what each rank does before it joins.
+#: The program of a process: the action of each rank before it joins.
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -38,7 +38,7 @@ npuzero.init("cpu", timeout_s={timeout_s})
 def _run_missing_ranks(
     tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bool = False
 ) -> list[tuple[str, int]]:
-    """What the ranks that join write to stderr, and every rank's process."""
+    """Return the stderr of the ranks that join, and every rank's process."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(ends=[*ends], stays=[*stays], torch=torch, ranks=RANKS, timeout_s=TIMEOUT_S))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -63,7 +63,7 @@ def _run_missing_ranks(
 
 @pytest.mark.parametrize("torch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_have_not_joined_are_named(tmp_path: Path, torch: bool) -> None:
-    """Also where the program has started torch.distributed on all ranks, and npuzero on some."""
+    """Also if the program has started torch.distributed on all ranks, but npuzero on some only."""
     found = _run_missing_ranks(tmp_path, agent=True, stays="1", torch=torch)
     where = f"2 of 3 ranks have joined, and wait for rank 1; rank 1 runs on this host, in process {found[1][1]}"
     for rank in (0, 2):

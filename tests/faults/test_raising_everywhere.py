@@ -1,5 +1,5 @@
-"""An exception at every call inside every move of the engine, which the program catches: it drops the gradients and
-goes on, to the bits of a run without that batch; or every later use of the model is refused.
+"""An exception at every call inside every move of the engine, caught by the program: it drops the gradients and
+continues with the bits of a run without that batch, or every later use of the model is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def assert_same_course(found: RunCourse, expected: RunCourse) -> None:
 
 
 def calls_to_raise_at(phase: str) -> Iterator[int | None]:
-    """Calls to raise at, each followed by a batch in which nothing does (where none is lost: by none)."""
+    """Yield the calls to raise at; a batch without an error follows each (none where no batch is lost)."""
     for n in count():
         yield n
         if phase not in READING:
@@ -58,7 +58,7 @@ def calls_to_raise_at(phase: str) -> Iterator[int | None]:
 def test_training_goes_on(name: str, phase: str, error: str, tmp_path: Path) -> None:
     def rank(world: World) -> RunCourse:
         run = RaisingRun(world, name, tmp_path)
-        for step in range(2):  # what a first step makes, and forecasts of what comes next
+        for step in range(2):  # a first step allocates, and plans the prefetches of the next
             run.part(phase, None, out_of_memory, step)
         for step, n in enumerate(calls_to_raise_at(phase), 2):
             before = len(run.course.hits)
@@ -74,7 +74,7 @@ def test_training_goes_on(name: str, phase: str, error: str, tmp_path: Path) -> 
 
 
 def refuses_every_use(run: RaisingRun) -> bool:
-    """Whether every use of the model is an error; none of them is one otherwise."""
+    """Tell whether every use of the model is an error; otherwise none may be one."""
     uses = [
         lambda: run.loss(0),
         lambda: npuzero.full_state_dict(run.model),
@@ -95,7 +95,7 @@ def refuses_every_use(run: RaisingRun) -> bool:
 @pytest.mark.parametrize("first", [False, pytest.param(True, marks=SLOW)], ids=["later", "first"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in PLANS])
 def test_a_step_is_undone_or_the_model_refused(name: str, first: bool, error: str, tmp_path: Path) -> None:
-    """``first``: in the first step, which makes the moments."""
+    """``first``: in the first step, which allocates the moments."""
 
     def rank(world: World) -> tuple[RunCourse, int]:
         refusals = 0
@@ -123,7 +123,7 @@ def test_a_step_is_undone_or_the_model_refused(name: str, first: bool, error: st
                 assert refuses_every_use(run)
                 refusals += 1
                 trained = run.course.trained
-                run = RaisingRun(world, name, tmp_path)  # from its start, as from the last checkpoint
+                run = RaisingRun(world, name, tmp_path)  # from the start, as if from the last checkpoint
                 for old in trained:
                     run.part("forward", None, out_of_memory, old)
         raise AssertionError
@@ -136,7 +136,7 @@ def test_a_step_is_undone_or_the_model_refused(name: str, first: bool, error: st
 
 
 def test_gradients_of_a_backward_that_raised_are_refused(tmp_path: Path) -> None:
-    """Until zero_grad() drops them."""
+    """Refused until zero_grad() drops the gradients."""
 
     def rank(world: World) -> None:
         run = RaisingRun(world, "zero2", tmp_path)

@@ -1,5 +1,5 @@
-"""An exception inside a move of the engine on one rank alone, which its program catches: the ranks are out of step, and
-each of them is told so soon; or they are not, and train on to the right bits.
+"""An exception inside a move of the engine on one rank only, caught by its program: either the ranks are out of step
+and all of them soon get an error, or they are in step and continue with the right bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_rank_outcome(world: World, name: str, phase: str, n: int, folder: Path) -> Any:
-    """The call that raised in the third of five batches, and the course of a rank, or the error that ended it."""
+    """Return the call that raised in the third of five batches, with the rank's run or the error that ended it."""
     run = RaisingRun(world, name, folder)
     try:
         for step in range(5):
@@ -70,14 +70,14 @@ def test_nothing_is_wrong_in_silence(name: str, phase: str, n: int, tmp_path: Pa
     if any(isinstance(course, NpuZeroError) for course in courses):
         assert all(isinstance(course, (CollectiveError, StateError)) for course in courses)
         return
-    # The ranks are in step: nothing raised, or where nothing was lost by it.
+    # The ranks stay in step: nothing raised, or the error lost nothing.
     assert not outcomes[CULPRIT][0] or phase in READING
     for course in courses:
         assert_same_bits(course.state, run_without_raising(name, tmp_path, range(5), phase).state)
 
 
 def pipeline_run(world: World, n: int | None, make: Make, culprit: int, skip: bool) -> State | NpuZeroError:
-    """Five batches over two stages, of which the third raises on the culprit, or is left out."""
+    """Train on five batches over two stages; the third raises on the culprit, or is left out."""
     mesh = npuzero.mesh(world=world, pipe=2)
     net = build_seeded_model(0, lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
     pipe = npuzero.pipeline(net, mesh, plan="zero2", loss_fn=nn.functional.mse_loss, schedule="1f1b", micro_batches=2)
@@ -90,7 +90,7 @@ def pipeline_run(world: World, n: int | None, make: Make, culprit: int, skip: bo
             try:
                 with raising_at(n if step == 2 and world.rank == culprit else None, make) as hit:
                     pipe.step(batch, target=batch.flip(0))
-            except StateError:  # a stage has raised, and all ranks are told
+            except StateError:  # a stage has raised, and every rank gets the error
                 assert step == 2
                 optimizer.zero_grad()
                 continue

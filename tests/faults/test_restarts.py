@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again join each other, not what those before have left in its agent's store."""
+"""Ranks restarted by torchrun join each other, in spite of earlier ranks' entries in its agent's store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.world, pytest.mark.slow]
 
-#: In its first three lives one rank ends as soon as it has joined, and the last time before that.
+#: In its first three lives one rank ends as soon as it has joined; in the last of them, before it joins.
 PROGRAM = r"""
 import os
 import npuzero, torch

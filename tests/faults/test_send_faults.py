@@ -1,4 +1,4 @@
-"""A send that differs from its recv, is not received, or whose other rank fails: an error on both, in time."""
+"""A send that differs from its recv, is not received, or has a failing peer: an error on both ranks, in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuzero.comm import World
 from npuzero.errors import CollectiveError
 from world.comm_ranks import run_comm_ranks
 
-#: What goes wrong on one of two ranks must be noticed by the other within this.
+#: Seconds within which a rank must notice the fault of its peer.
 NOTICED_S = 2.0
 
 
@@ -28,7 +28,7 @@ def stage_communicator(world: World) -> comm.Communicator:
 
 
 def met_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.0) -> dict[int, CollectiveError]:
-    """The CollectiveError of each rank."""
+    """Return the CollectiveError of each rank."""
     met: dict[int, CollectiveError] = {}
 
     def body(world: World) -> None:
@@ -36,7 +36,7 @@ def met_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.
             fn(world)
         except CollectiveError as error:
             met[world.rank] = error
-            time.sleep(0.5)  # so that nobody learns it from this rank's end
+            time.sleep(0.5)  # so that no rank learns it from this rank's end
 
     comm.run_threads(size, body, timeout_s=timeout_s)
     return met
@@ -62,7 +62,7 @@ DIFFERENT = {
 
 
 def errors_of_different_sends(world: World, case: str) -> list[tuple[str, str, str, int]]:
-    """What each of two ranks, and then its next calls, raise: kind, text, tag and number."""
+    """Return the errors of both ranks, and of their next calls: kind, text, tag and number."""
     group = stage_communicator(world)
     sends, recvs, _ = DIFFERENT[case]
     buffers = [
@@ -72,7 +72,7 @@ def errors_of_different_sends(world: World, case: str) -> list[tuple[str, str, s
 
     def carry() -> None:
         handles = []
-        with contextlib.suppress(CollectiveError):  # the second is refused at once where the first has failed by then
+        with contextlib.suppress(CollectiveError):  # the second is refused at once if the first has failed by then
             for call in buffers:
                 handles.append((group.recv if world.rank else group.send)(*call))
         for handle in handles:
@@ -114,7 +114,7 @@ def test_processes_whose_ends_differ(backend: str | None, case: str, tmp_path: P
 
 
 def test_others_of_the_group_hear_of_it() -> None:
-    """Rank 2 waits for rank 1, which has met rank 0 in vain."""
+    """Rank 2 waits for rank 1, whose exchange with rank 0 has failed."""
 
     def body(world: World) -> None:
         group = stage_communicator(world)
@@ -155,7 +155,7 @@ def test_a_send_without_a_recv_ends_at_the_timeout(verb: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_all_receive_first_are_told_so(size: int) -> None:
-    """Around a ring: nobody would ever send."""
+    """Every rank of a ring receives first: no rank would ever send."""
     begin = time.monotonic()
     met = met_on_threads(
         size,
@@ -169,7 +169,7 @@ def test_ranks_that_all_receive_first_are_told_so(size: int) -> None:
 
 
 def test_a_send_is_where_it_was_started() -> None:
-    """The board must not take a rank that has sent, and waits elsewhere, for one that never comes."""
+    """The board must not report a rank as missing that has sent, and waits for another operation."""
 
     def body(world: World) -> dict[str, int]:
         group = stage_communicator(world)
@@ -244,7 +244,7 @@ def test_a_rank_that_ends_with_sends_under_way_finishes_them() -> None:
 
 
 def killed_in_send(world: World, in_place: bool) -> tuple[float, str, str]:
-    """Rank 1 is killed while rank 0 sends to it, and receives from it, without end."""
+    """Kill rank 1 while rank 0 sends to it and receives from it in a loop."""
     group = stage_communicator(world)
     n = 1 << 18
     out, back = (group.buffer(n, torch.float32) if in_place else torch.ones(n) for _ in range(2))
@@ -295,7 +295,7 @@ def test_killed_rank_is_noticed_in_time(tmp_path: Path) -> None:
 
 
 def waits_elsewhere(world: World) -> tuple[str, float]:
-    """Rank 0 waits for what rank 1 never sends, after what both met in vain."""
+    """Rank 0 waits for a send that rank 1 never makes, after a failed exchange of both."""
     group = stage_communicator(world)
     other = 1 - world.rank
     if world.rank:

@@ -1,4 +1,4 @@
-"""The rows of the table of bad inputs, and what they share."""
+"""The rows of the table of bad inputs, and their common helpers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Provoke = Callable[[World], object]
 
 @dataclass(frozen=True)
 class BadInput:
-    """One row: how it is provoked, on how many ranks, which error each gets (None: none), and what its text says."""
+    """Describe one row: how to provoke it, the number of ranks, each rank's error (None: none), and its text."""
 
     name: str
     provoke: Provoke
@@ -29,14 +29,14 @@ class BadInput:
 
 
 class BadInputTable(dict[str, BadInput]):
-    """The rows of one part of the package, by name."""
+    """Collect the rows of one part of the package, by name."""
 
     def bad(self, name: str, error: type[NpuZeroError], *says: str, ranks: int = 1) -> Callable[[Provoke], Provoke]:
-        """Puts the decorated function into the table: each rank gets ``error``."""
+        """Add the decorated function to the table: each rank gets ``error``."""
         return self._row(name, error, says, ranks)
 
     def fine(self, name: str, ranks: int = 2) -> Callable[[Provoke], Provoke]:
-        """Puts the decorated function into the table: nothing may be raised."""
+        """Add the decorated function to the table: no error may be raised."""
         return self._row(name, None, (), ranks)
 
     def _row(
@@ -51,7 +51,7 @@ class BadInputTable(dict[str, BadInput]):
 
 
 def shard_toy(world: World, stage: Any = None, model: Any = None, **options: Any) -> Any:
-    """A toy model cut over the ranks, zero3 unless told; it lives as long as ``world``, whatever a row keeps of it."""
+    """Shard a toy model over the ranks, by default under zero3; ``world`` keeps it alive for the row."""
     world.model = npuzero.zero(build_seeded_model() if model is None else model, stage, world=world, **options)  # type: ignore[attr-defined]
     return world.model  # type: ignore[attr-defined]
 

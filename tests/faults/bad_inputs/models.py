@@ -1,4 +1,4 @@
-"""Bad inputs: what zero() is given: models, their units, ranks that disagree."""
+"""Bad inputs: the arguments of zero(): models, their units, ranks that disagree."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _(world: World) -> None:
 
 
 class UserParameter(nn.Parameter):
-    """A user's own kind of parameter."""
+    """A subclass of Parameter defined by a user."""
 
 
 @bad("cut parameter of a class of one's own", StateError, "norm.weight", "full_state_dict", ranks=2)
@@ -126,7 +126,7 @@ def _(world: World) -> None:
 
 
 class WrappedTensor(Tensor):
-    """A tensor that is not its own data, as distributed and quantized ones are."""
+    """A tensor subclass that differs from its data, as distributed and quantized tensors do."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Bad inputs: cut parameters and their gradients outside the engine's hands."""
+"""Bad inputs: sharded parameters and their gradients, changed behind the engine."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ for _stage in ("zero0", "zero3"):
 
 
 def _step_with_change(world: World, change: Callable[[Any], object], stage: str, before: bool) -> None:
-    """A step after ``change(model)``, which comes before or after the backward pass."""
+    """Take a step after ``change(model)``, which runs before or after the backward pass."""
     model = shard_toy(world, plan=stage)
     optimizer = npuzero.AdamW(model.parameters())
     backward_toy_loss(model, world)
@@ -167,7 +167,7 @@ for _stage in ("zero0", "zero3"):
         "to": lambda model: model.to(torch.bfloat16),
         "half": lambda model: model.half(),
         "to, of a device": lambda model: model.to("meta"),
-        "xpu": lambda model: model.xpu(),  # this torch has none, and says so in words of its own
+        "xpu": lambda model: model.xpu(),  # this torch has no xpu, and raises its own error
     }.items():
         _says = (rf"ToyGPT\.{_name.partition(',')[0]}\(\) after npuzero\.zero\(\)", r"before npuzero\.zero\(\)")
         bad(f"who converts, {_stage}: {_name}", StateError, *_says, ranks=2)(

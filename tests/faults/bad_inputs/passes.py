@@ -45,7 +45,7 @@ class ExplodeInBackward(torch.autograd.Function):
 
 
 class SkipsBlockGPT(ToyGPT):
-    """Leaves a block out."""
+    """Leave a block out."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions
@@ -76,7 +76,7 @@ def _(world: World) -> None:
 
 
 def _weights_after(world: World, stage: str, faulty: bool) -> dict[str, Tensor]:
-    """Weights after two good steps, with a forward, backward and step that fail between them."""
+    """Return the weights after two good steps, with a failing forward, backward and step between them."""
     model = shard_toy(world, plan=stage, model=build_seeded_model(make=ExplodingGPT))
     optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
     for explode in (False, True, False):

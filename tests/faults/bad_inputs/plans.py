@@ -124,7 +124,7 @@ bad("files in no folder", ConfigError, "/not/there")(
     lambda world: shard_toy(world, plan="infinity-states", settings=Settings(nvme_paths=("/not/there",)))
 )
 
-#: What somebody writes, and the word that he is asked for.
+#: A wrong value, and the word of the error that names the right one.
 MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {
     "plan='zero-3'": (lambda world: shard_toy(world, plan="zero-3"), "'zero3'"),
     "plan='ZeRO-2'": (lambda world: shard_toy(world, plan="ZeRO-2"), "'zero2'"),
@@ -146,7 +146,7 @@ MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {
 for _name, (_call, _meant) in MISSPELT.items():
     bad(f"misspelt: {_name}", ConfigError, f"Did you mean {re.escape(_meant)}\\?")(_call)
 
-#: A keyword that nobody takes, in a call of its own, and the one that is meant.
+#: A keyword that does not exist, its call, and the keyword that is meant.
 KEYWORDS: dict[str, tuple[Callable[[World], object], str]] = {
     "zero(stge=)": (lambda world: shard_toy(world, stge=3), "stage"),
     "zero(preset=)": (lambda world: shard_toy(world, preset="zero3"), "plan"),
@@ -166,7 +166,7 @@ for _name, (_call, _meant) in KEYWORDS.items():
 
     @bad(f"unknown keyword: {_name}", config_error_as(TypeError), f"Did you mean {re.escape(repr(_meant))}\\?")
     def _(world: World, call: Callable[[World], object] = _call) -> None:
-        with pytest.raises(TypeError):  # as Python would
+        with pytest.raises(TypeError):  # as in plain Python
             call(world)
         call(world)
 

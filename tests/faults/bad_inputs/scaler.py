@@ -36,7 +36,7 @@ for _name, _options, _says in [
 
 
 def scaled_backward_optimizer(world: World, scaler: Any) -> Any:
-    """After a scaled backward pass of a cut model: its optimizer."""
+    """Return the optimizer of a sharded model after a scaled backward pass."""
     model = shard_toy(world, 3)
     optimizer = npuzero.AdamW(model.parameters())
     scaler.scale(bad_input_loss(model, world.rank)).backward()

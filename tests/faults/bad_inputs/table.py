@@ -1,4 +1,4 @@
-"""THE TABLE of bad inputs: how each is provoked, which error all ranks get, and what its text says."""
+"""THE TABLE of bad inputs: how to provoke each, the error that all ranks get, and its text."""
 
 from __future__ import annotations
 
