@@ -1,4 +1,4 @@
-"""Common to all tests of checkpoints."""
+"""Set up all tests of checkpoints."""
 
 from __future__ import annotations
 

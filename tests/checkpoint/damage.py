@@ -1,9 +1,9 @@
-"""Damages a checkpoint at random and loads it, again and again: a program, so that a crash of its own is seen.
+"""Damage a checkpoint at random and load it, again and again: a program, so that a test sees its crash.
 
     python damage.py FOLDER SEED TRIALS
 
-FOLDER is a checkpoint that two ranks have saved. A line a trial: what was done to which file, and what came of it:
-``detected``, ``missed`` or ``harmless`` (the same values all the same); the last line is ``done``.
+FOLDER is a checkpoint saved by two ranks. Each trial prints a line: the change, its file, and the result:
+``detected``, ``missed`` or ``harmless`` (the same values in spite of it). The last line is ``done``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError
 
-#: More memory than this is absurd for so small a model.
+#: An absurd amount of memory for so small a model.
 SPARE_BYTES = 1 << 29
 
 
@@ -31,11 +31,11 @@ def main(folder: Path, seed: int, trials: int) -> None:
     sizes = [path.stat().st_size for path in files]
 
     def rank(world: World) -> None:
-        chance = random.Random(seed)  # the same on all ranks; torch's and Python's own are part of what is loaded
+        chance = random.Random(seed)  # the same on all ranks; loading sets the generators of torch and of Python
         training = CheckpointTraining(world, "zero3", seed=1)
         expected = _load_damaged(training, folder)
         for _ in range(trials):
-            # Small files as often as large ones, and large ones where their bytes are.
+            # Half of the trials give each file the same chance, the rest a chance in proportion to its size.
             path = chance.choice(files) if chance.random() < 0.5 else chance.choices(files, sizes)[0]
             original = path.read_bytes()
             damaged, action = _damage_bytes(original, chance)
@@ -59,7 +59,7 @@ def _load_verdict(training: CheckpointTraining, folder: Path, name: str, expecte
     try:
         loaded = _load_damaged(training, folder)
     except CheckpointError as error:
-        # Where no checksum vouches for the index, a name that changed is a tensor that is missing.
+        # Where no checksum protects the index, a changed name means a missing tensor.
         ours = (folder / "manifest.json").exists()
         named = name in str(error) or Path(name).stem in str(error) or (not ours and str(folder) in str(error))
         return "detected" if named else f"missed: {error} does not name the file"
@@ -67,7 +67,7 @@ def _load_verdict(training: CheckpointTraining, folder: Path, name: str, expecte
 
 
 def _load_damaged(training: CheckpointTraining, folder: Path) -> State:
-    """Everything that is in the checkpoint; one of torch's has neither positions nor random numbers."""
+    """Return all contents of the checkpoint; torch's checkpoints have neither positions nor random states."""
     ours = (folder / "manifest.json").exists()
     training.load(folder, data=DataPosition() if ours else None)
     return training.state()

@@ -1,4 +1,4 @@
-"""Pickles by hand, and indexes made to do harm: what pickle.dump and a checkpoint's writer would never write."""
+"""Pickles by hand and malicious indexes: contents that neither pickle.dump nor a checkpoint's writer produces."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SLOTS = (
 )  # (None, {...}): set by setattr
 MEMBER = pickled_global(META, "_MEM_FORMAT_ENCODING") + pickled_int(0) + b"\x85R"
 LAYOUT = pickled_global("torch.serialization", "_get_layout") + pickled_text("torch.strided") + b"\x85R"
-#: A list of lists, each twice in the next: short, and endless for whoever prints it.
+#: A list of lists, each twice in the next: short to store, endless to print.
 WEAVE = b"]\x94]\x94a" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94a" for i in range(1, 60))
 
 HOSTILE: dict[str, bytes] = {
@@ -126,7 +126,7 @@ def tensor_metadata(shape: tuple[int, ...], chunks: list[Any] | None = None) -> 
 
 
 def index_of_tensors(tensors: dict[str, Any], length: int = 64, **changes: Any) -> bytes:
-    """A well-formed index over the first bytes of the one data file."""
+    """Return a well-formed index over the first bytes of the one data file."""
     stored = {}
     for key, value in tensors.items():
         for chunk in value.chunks[:4]:

@@ -1,4 +1,4 @@
-"""A job that saves all the time and is killed at any time, life after life."""
+"""A job that saves at every step, and is killed at any time, life after life."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from world.toy import build_seeded_model
 from .training import CheckpointTraining
 
 TIMEOUT_S = 20.0
-#: Bounds what a broken job may take; a busy machine takes long to start processes.
+#: Bounds the time of a broken job; a busy machine starts processes slowly.
 LIMIT_S = 300.0
 
 
 class StagedTraining:
-    """Trains two stages of a pipeline, of which each is sharded over the data ranks; has what Training has."""
+    """Train two stages of a pipeline, each sharded over the data ranks; same interface as Training."""
 
     def __init__(self, world: World, plan: str, schedule: str) -> None:
         self.mesh = npuzero.mesh(world=world, pipe=2)
@@ -42,7 +42,7 @@ class StagedTraining:
 
     @staticmethod
     def of(world: World, words: str) -> StagedTraining:
-        """``words``: ``staged``, the plan and the schedule."""
+        """Build a training from ``words``: ``staged``, the plan and the schedule."""
         return StagedTraining(world, *words.split()[1:])
 
     def steps(self, begin: int, end: int) -> None:
@@ -64,8 +64,8 @@ class StagedTraining:
 
 
 def train_until_killed(world: World, pipe: Any, folder: Path, plan: str) -> None:
-    """Resume, train until killed, saving every step; after the first say from where."""
-    # Where states go, if the plan has them on a disk.
+    """Resume, and train until killed, saving every step; after the first step report the step it started from."""
+    # The folder of the optimizer states, if the plan keeps them on a disk.
     if plan.startswith("staged"):
         training: Any = StagedTraining.of(world, plan)
     else:
@@ -87,22 +87,22 @@ def train_until_killed(world: World, pipe: Any, folder: Path, plan: str) -> None
 
 
 def training_digest(training: Any) -> str:
-    """Of everything that training goes on from, but the losses of this life."""
+    """Hash the state that training resumes from, without the losses of this life."""
     state = training.state()
     del state["losses"]
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
 def checkpoint_step(path: Path | None) -> int:
-    """The step that a checkpoint is of; 0 of none."""
+    """Return the step of a checkpoint; 0 for None."""
     return int(path.name.removeprefix("step-")) if path else 0
 
 
 class RankProcesses:
-    """Ranks that are processes.
+    """Run ranks as processes.
 
-    They meet at a store that outlives them, as under torchrun: torch's store in a file is none for ranks that are
-    killed. One that dies while it writes there leaves half a record, and whoever reads that waits for ever.
+    They join by a store that outlives them, as under torchrun. torch's file store does not survive kills: a rank killed
+    while it writes leaves half a record there, and every reader of it waits forever.
     """
 
     def __init__(self, ranks: int, folder: Path, plan: str) -> None:
@@ -122,7 +122,7 @@ class RankProcesses:
             self._pipes.append(ours)
 
     def resumed(self) -> list[int]:
-        """From which step each rank goes on."""
+        """Return the step from which each rank resumes."""
         deadline = time.monotonic() + LIMIT_S
         steps = []
         for pipe in self._pipes:
@@ -140,7 +140,7 @@ class RankProcesses:
             time.sleep(0.005)
 
     def kill(self, chance: random.Random) -> None:
-        """One rank, and then the others: at once, or when they have noticed."""
+        """Kill one rank, then the remaining ranks: at once, or after they have noticed."""
         victim = chance.choice(self._children)
         victim.kill()
         victim.join()

@@ -1,4 +1,4 @@
-"""Saves beside training of states on a disk: what is saved is the state at the call, kept there and not in memory."""
+"""Saves that overlap training, with optimizer states on a disk: a save keeps the state at the call on that disk."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .test_saving import CallGate
 
 __all__ = ["folders"]  # a fixture
 
-#: Chunks of one flat's part each, so that there are many.
+#: Bytes of a chunk: small, so that each flat parameter's shard has many chunks.
 SETTINGS = Settings(chunk_bytes=3000)
 
 
 class BackgroundSaveRun:
-    """A model on one rank, its states where the row says."""
+    """Hold a model on one rank; the row gives the placement of its states."""
 
     def __init__(self, world: World, row: Plan, seed: int = 0) -> None:
         self.session = CutSession(build_seeded_model(seed), world, plan=row, settings=SETTINGS)
@@ -54,13 +54,13 @@ class BackgroundSaveRun:
 
     @property
     def second(self) -> int:
-        """Bytes that new contents have on the disk while old ones are kept; the update's lane gives them back."""
+        """Return the bytes that copies kept for a save take on the disk; the update's lane frees them."""
         engine_of(self.model).far.stream.quiet()
         return engine_of(self.model).spaces[NVME].held["buffers"]
 
 
 def gate_of_reads(monkeypatch: pytest.MonkeyPatch, free: int = 0) -> CallGate:
-    """Holds a save back at what it reads of the disk: when it writes, it has read all of so small a shard."""
+    """Delay a save in its reads of the disk: once it writes, it has read all of so small a shard."""
     return CallGate(monkeypatch, FileExtents, "read_kept", free)
 
 
@@ -82,13 +82,13 @@ def placed_on_disk(precision: str, ranks: int, **where: Any) -> Plan:
 def test_what_is_saved_is_the_state_at_the_call(
     precision: str, ranks: int, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever of it the saver has read when training overwrites it; training has the bits of one without a save."""
+    """Training may overwrite any part before the save has read it; training has the bits of a run without a save."""
     gate = gate_of_reads(monkeypatch, free=2)
     row = placed_on_disk(precision, ranks, **where)
 
     def rank(world: World) -> tuple[State, State]:
         run = BackgroundSaveRun(world, row).steps(0, 2)
-        for step in (2, 5):  # the second finds some of what it keeps in the second place
+        for step in (2, 5):  # the second save finds some chunks at their second place
             save = run.save(tmp_path / "run", step, asynchronous=True)
             assert run.second > 0
             run.steps(step, step + 3)
@@ -192,7 +192,7 @@ def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_the_program_writes_during_a_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the model and the optimizer, outside of any update."""
+    """Load into the model and the optimizer, outside of any update."""
     gate = gate_of_reads(monkeypatch)
 
     def rank(world: World) -> None:

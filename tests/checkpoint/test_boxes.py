@@ -1,4 +1,4 @@
-"""A range of a tensor's elements, as boxes: each element once, in order, and no more boxes than needed."""
+"""A range of a tensor's elements as boxes: each element once, in order, with no more boxes than needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_whole_rows_are_one_box() -> None:
 
 @given(SHAPES, st.data())
 def test_an_element_that_is_not_in_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Boxes of a division, some of them moved, against a count of every element."""
+    """Compare the boxes of a division, some of them moved, with a count of every element."""
     numel = math.prod(shape)
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=4)))
     boxes = [box for a, b in zip([0, *cuts], [*cuts, numel], strict=True) for box in boxes_of(shape, a, b)]

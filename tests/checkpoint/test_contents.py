@@ -1,4 +1,4 @@
-"""What is in a checkpoint beside weights and Adam's states; what does not fit; what nobody may smuggle in."""
+"""Contents of a checkpoint other than weights and Adam's states; contents that do not fit; malicious contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def state_without_losses(training: CheckpointTraining) -> State:
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-#: What the second keeps of the first's, it keeps whole: masters in float32, or the same as the first's.
+#: The second run stores the first run's values exactly: float32 masters, or the first's format.
 KEPT = [
     *(("bf16", None), (None, "bf16"), ("bf16", "fp16"), ("fp16", "bf16")),
     *(
@@ -81,7 +81,7 @@ def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any,
 
 
 def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
-    """With its window, and with the steps that only the device knows were skipped."""
+    """Its window is saved, and the count of skipped steps that only the device knows."""
 
     def steps(training: CheckpointTraining, scaler: npuzero.LossScaler, begin: int, end: int) -> dict[str, Any]:
         for step in range(begin, end):
@@ -150,7 +150,7 @@ def test_any_elementwise_optimizer(name: str, tmp_path: Path) -> None:
 
 
 class FrozenBaseAdapter(nn.Module):
-    """A frozen bfloat16 layer of odd size beside what trains in float32."""
+    """Build a frozen bfloat16 layer of odd size next to trainable float32 layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_frozen_parameters_of_another_dtype(asynchronous: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("plan", ("zero0", "zero3"))
 def test_a_state_that_is_not_loaded_is_dropped(plan: str, tmp_path: Path) -> None:
-    """As torch's load_state_dict does: what was never updated has none."""
+    """As in torch's load_state_dict, a parameter that was never updated has no state."""
 
     def rank(world: World) -> None:
         training = CheckpointTraining(world, plan)
@@ -294,7 +294,7 @@ def test_positions_in_the_data(places: Any, ranks: int, kind: Any, expected: Any
 
 
 class TensorExtraState(nn.Module):
-    """An extra state that is a tensor, of a size of its own."""
+    """A module with a tensor of variable size as its extra state."""
 
     scales = torch.ones(1)
 
@@ -306,7 +306,7 @@ class TensorExtraState(nn.Module):
 
 
 class OddBuffers(nn.Module):
-    """Buffers of several dtypes, and extra states."""
+    """A module with buffers of several dtypes, and extra states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ def test_what_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_elements_that_no_file_has(tmp_path: Path) -> None:
-    """Two parts of a tensor overlap, and leave as many elements out: what memory holds there is not taken for them."""
+    """Two parts of a tensor overlap and leave as many elements out: uninitialized memory must not fill the gap."""
     comm.run_threads(2, lambda world: CheckpointTraining(world, "zero3").save(tmp_path, 1))
     path = checkpoint.latest(tmp_path)
     assert path is not None
@@ -452,7 +452,7 @@ class EvilPickle:
 
 
 def replace_checkpoint_file(path: Path, name: str, raw: bytes) -> None:
-    """Replace a file, and make the manifest agree."""
+    """Replace a file, and update the manifest to match."""
     (path / name).write_bytes(raw)
     content = json.loads((path / files.MANIFEST).read_bytes().splitlines()[0])
     content["files"][name] = [len(raw), zlib.crc32(raw)]

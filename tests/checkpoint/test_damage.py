@@ -1,4 +1,4 @@
-"""Bytes that changed, files that end early: detected and named, whatever they would have meant."""
+"""Changed bytes and truncated files are detected and named, in any part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("damage.py")
 
 
 def save_for_damage(folder: Path, foreign: bool) -> Path:
-    """A checkpoint by two ranks: ours, or what torch makes of the same state on one."""
+    """Save a checkpoint by two ranks: npuzero's format, or torch's of the same state on one rank."""
 
     def rank(world: World) -> None:
         training = CheckpointTraining(world, "zero3")
@@ -67,7 +67,7 @@ def test_ours_is_checked_before_it_is_used(trials: int, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 @pytest.mark.parametrize("trials", (8, pytest.param(1000, marks=pytest.mark.slow)))
 def test_torchs_is_detected_or_harmless(trials: int, tmp_path: Path) -> None:
-    """It has checksums of its own in each item only."""
+    """torch's format has checksums only within each item."""
     assert run_damage_trials(save_for_damage(tmp_path, foreign=True), trials)["detected"] > trials / 4
 
 
@@ -105,7 +105,7 @@ def test_a_half_loaded_model_is_refused_until_another_load_succeeds(plan: str, t
 
 
 def _damage_values(path: Path) -> None:
-    """Change a byte in the middle: of optimizer states, before which parameters are loaded."""
+    """Change a byte in the middle of the optimizer states, which are loaded after the parameters."""
     for file in path.glob("*.distcp"):
         raw = bytearray(file.read_bytes())
         raw[len(raw) // 2] ^= 1

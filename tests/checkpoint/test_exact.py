@@ -1,4 +1,4 @@
-"""What a small slip in saving or loading would change without a word: numbers of other groups, ranks, steps; order."""
+"""Silent errors of saving or loading: values of another group, rank or step, or in another order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKS = 2
 
 @pytest.mark.parametrize(("plan", "precision"), [("zero1", None), ("zero3", "bf16"), ("hsdp", "bf16-split")])
 def test_training_goes_on_after_torchs_own_load(plan: str, precision: Any) -> None:
-    """``checkpoint.load_state_dict`` of what dcp.load has filled: parameters follow their masters on every rank."""
+    """Load by ``checkpoint.load_state_dict`` after dcp.load: parameters follow their masters on every rank."""
 
     def rank(world: World) -> None:
         first, second = (CheckpointTraining(world, plan, seed=seed, precision=precision) for seed in (0, 1))
@@ -51,7 +51,7 @@ def test_training_goes_on_after_torchs_own_load(plan: str, precision: Any) -> No
 def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(
     plan: str, precision: str, tmp_path: Path
 ) -> None:
-    """Into whole bfloat16 parameters that have masters, before any step has seen it."""
+    """Load into unsharded bfloat16 parameters with masters, before any step."""
 
     def halve(training: CheckpointTraining, every: int = 1) -> None:
         with torch.no_grad():
@@ -79,7 +79,7 @@ def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(
 
 
 def test_steps_that_the_device_counts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Under a loss scaler, in a model that has counted other steps by itself before the load."""
+    """Load under a loss scaler, into a model that has counted its own steps before."""
 
     def steps(training: CheckpointTraining, scaler: npuzero.LossScaler, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -107,7 +107,7 @@ def test_steps_that_the_device_counts_are_those_of_the_checkpoint(tmp_path: Path
 
 
 def test_split_masters_keep_their_lower_halves(tmp_path: Path) -> None:
-    """A master in two halves trains as one in float32 does, so their checkpoints hold the same bits, on to the end."""
+    """A split master trains as a float32 master does: their checkpoints hold the same bits, to the end."""
 
     def train(world: World, precision: str) -> None:
         training = CheckpointTraining(world, "zero3", precision=precision)
@@ -142,7 +142,7 @@ def saved_weights(path: Path) -> State:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_equally_long_groups_of_plain_torch_keep_their_own_states(tmp_path: Path) -> None:
-    """Numbered, as ``optimizer.state_dict()`` has them, so that their lengths alone tell nothing."""
+    """Groups have numbered parameters, as in ``optimizer.state_dict()``, so that their lengths do not identify them."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -173,14 +173,14 @@ def test_equally_long_groups_of_plain_torch_keep_their_own_states(tmp_path: Path
 def test_every_rank_has_random_numbers_of_its_own_whoever_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks saved; of five that go on two draw what those would have drawn, and three what nobody else draws."""
+    """Two ranks saved and five resume: two draw the saved ranks' next numbers, and three draw distinct ones."""
     device = torch.device("cpu")
     states, expected = [], []
     for seed in (11, 12):
         torch.manual_seed(seed)
         states.append(rng.capture_rng_state(device))
         expected.append(torch.rand(4).tolist())
-    # Ranks that are threads share their generators: each says another state.
+    # Ranks that are threads share their generators: each rank returns a different state.
     monkeypatch.setattr(rng, "capture_rng_state", lambda device: states[comm.current_world().rank])
     path = comm.run_threads(RANKS, lambda world: CheckpointTraining(world, "zero1").save(tmp_path, 1).wait())[0]
     opened = source.CheckpointReader(path)
@@ -199,7 +199,7 @@ def test_every_rank_has_random_numbers_of_its_own_whoever_saved(
 
 
 def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
-    """Length and checksum of every file, as anybody would compute them."""
+    """The length and checksum of every file match an independent computation."""
 
     def rank(world: World) -> None:
         training = CheckpointTraining(world, "zero3")
@@ -216,7 +216,7 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
 
 
 class SystemCalls:
-    """What the system is asked for, in order: (verb, path)."""
+    """Record the system calls in order: (verb, path)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, str]] = []
@@ -241,7 +241,7 @@ class SystemCalls:
 def test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files, the names in their folder, the rename, the name in the run's folder, and then the removal."""
+    """Sync the files, their folder's names, the rename and the run folder's name, and only then remove old ones."""
     run = tmp_path / "new" / "run"
     training = CheckpointTraining(comm.SingleWorld(), "zero3")
     calls = SystemCalls(monkeypatch)
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_
 def test_a_kernel_that_takes_a_part_of_what_is_written(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does where the disk is nearly full, or a write is larger than 2 GiB."""
+    """Short writes occur if the disk is nearly full, or a write is larger than 2 GiB."""
     written: Any = os.writev
     model: Any = npuzero.zero(nn.Linear(3, 3), plan="zero3", world=comm.SingleWorld())
 

@@ -1,4 +1,4 @@
-"""One folder, and more in it than the checkpoints of one job: ranks that differ, other jobs, leftovers, links."""
+"""A folder with more than one job's checkpoints: ranks that differ, other jobs, leftovers, links."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_rank_that_passes_other_parts_fails_the_save_and_the_last_good_one_sta
 def test_what_a_rank_wrote_is_compared_with_what_it_should_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the ranks have agreed before."""
+    """Raise even if the ranks have agreed before."""
     monkeypatch.setattr(saving.SaveJob, "outline", lambda job: {})
 
     def rank(world: World) -> None:
@@ -99,7 +99,7 @@ def test_what_a_rank_wrote_is_compared_with_what_it_should_have_written(
 def test_no_old_checkpoint_goes_for_one_that_is_not_on_the_disk(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that loses what it has taken."""
+    """Stand in for a file system that loses data it has accepted."""
     end = files.DataFile.__exit__
 
     def lose(file: files.DataFile, *error: Any) -> None:
@@ -156,7 +156,7 @@ def wait_for_file(path: Path) -> None:
 
 @pytest.fixture
 def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that saves step 2 into ``run``, and then step 3, each time held until ``gate`` is there."""
+    """Save step 2 into ``run`` in another process, then step 3, each held until ``gate`` exists."""
     search = os.pathsep.join([str(Path(npuzero.__file__).parents[1]), str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", _JOB, str(tmp_path / "run"), str(tmp_path / "gate")]
     job = subprocess.Popen(command, env={"PYTHONPATH": search})
@@ -169,7 +169,7 @@ def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_job_that_saves_into_the_folder_of_another_hears_of_it(
     tmp_path: Path, other_job: subprocess.Popen[bytes]
 ) -> None:
-    """While the other lives: an error with its name, and its save succeeds. Once it was killed: its leftovers go."""
+    """While another job lives, an error names it, and its save succeeds. After its death its leftovers are removed."""
     run, gate = tmp_path / "run", tmp_path / "gate"
     training = CheckpointTraining(comm.SingleWorld(), "zero3")
     training.save(run, 1)
@@ -192,7 +192,7 @@ def test_a_job_that_saves_into_the_folder_of_another_hears_of_it(
 
 
 def claimed_partial_folder(run: Path, **changes: Any) -> Path:
-    """What a job leaves that ended while it saved; who it was, with ``changes``."""
+    """Create the leftovers of a job that ended during a save; ``changes`` edit its claim."""
     partial = folder.PartialCheckpoint(run, 7)
     (partial.path / "__0_0.distcp").write_bytes(b"half")
     partial.claim.release(forget=False)
@@ -202,7 +202,7 @@ def claimed_partial_folder(run: Path, **changes: Any) -> Path:
 
 
 def test_what_may_be_another_hosts_is_left_alone(tmp_path: Path) -> None:
-    """Its lock says nothing here; and it is not in the way."""
+    """Its lock means nothing here, and does not block a save."""
     theirs = claimed_partial_folder(tmp_path, host="elsewhere", boot="another")
     training = CheckpointTraining(comm.SingleWorld(), "zero3")
     training.save(tmp_path, 7, keep_last=1)
@@ -231,7 +231,7 @@ def test_claims_that_nobody_can_read_are_in_nobodys_way(words: bytes, tmp_path: 
 
 
 def test_a_claim_of_nothing_by_nobody_goes(tmp_path: Path) -> None:
-    """As a process leaves it that is killed in the moment in which it makes its claim."""
+    """Create the leftovers of a process that is killed while it makes its claim."""
     (tmp_path / ".partial-step-00000007-0123456789abcdef.owner").touch()
     CheckpointTraining(comm.SingleWorld(), "zero3").save(tmp_path, 8)
     assert entry_names(tmp_path) == ["step-00000008"]
@@ -334,7 +334,7 @@ def test_links_to_checkpoints_are_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_one_just_saved_is_kept_though_there_are_later_ones(tmp_path: Path) -> None:
-    """Training went back to an earlier checkpoint, and on from there."""
+    """Training went back to an earlier checkpoint, and continued from there."""
     training = CheckpointTraining(comm.SingleWorld(), "zero3")
     for step in (10, 20, 30):
         training.save(tmp_path, step)

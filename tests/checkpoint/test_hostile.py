@@ -1,4 +1,4 @@
-"""Indexes and manifests made to do harm: refused, without memory or time, and nothing has changed after."""
+"""Malicious indexes and manifests: refused within bounds of memory and time, and nothing changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .hostile_pickles import (
     tensor_metadata,
 )
 
-#: Where something else would be refused later, or for another reason.
+#: Cases that another check would refuse later, or for another reason.
 SAYS = {
     "fields of a stranger": "fields that StorageMeta does not have",
     "a state twice": "a state of StorageMeta that is a second one",
@@ -61,7 +61,7 @@ def test_there_are_enough() -> None:
 
 
 class SmallTraining:
-    """A small model, to save and load."""
+    """Build a small model to save and load."""
 
     def __init__(self) -> None:
         self.model: Any = npuzero.zero(nn.Linear(4, 4), plan="zero3", world=comm.SingleWorld())
@@ -82,13 +82,13 @@ def trained() -> SmallTraining:
 
 
 def forge_checkpoint_file(path: Path, name: str, raw: bytes) -> None:
-    """Replace a file, and make the manifest agree."""
+    """Replace a file, and update the manifest to match."""
     (path / name).write_bytes(raw)
     rewrite_manifest(path, lambda content: content["files"].update({name: [len(raw), zlib.crc32(raw)]}))
 
 
 def rewrite_manifest(path: Path, change: Any) -> None:
-    """Change what the manifest says; its checksum is right."""
+    """Change the manifest's contents, with a correct checksum."""
     content = json.loads((path / files.MANIFEST).read_bytes().splitlines()[0])
     content = change(content) or content
     text = json.dumps(content).encode()
@@ -128,7 +128,7 @@ def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_torch_writes_is_read_by_every_protocol(protocol: int) -> None:
-    """And after pickletools has left out what nobody reads."""
+    """Load also after pickletools has removed unused opcodes."""
     import pickletools
 
     index = dcp.MetadataIndex("a.weight", torch.Size([0, 0]), 0)
@@ -237,7 +237,7 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("says", OVERLAPS)
 def test_parts_that_overlap_and_leave_as_much_out_are_refused(says: str, tmp_path: Path) -> None:
-    """As torch writes it, without checksums: every part is there, and they have as many elements as the tensor."""
+    """A file as torch writes it, without checksums: all parts exist, with as many elements as the tensor has."""
     raw = stored_tensor(pickle_program(pickled_rebuild_call(STORAGE, pickled_int(0), FOUR, UNIT)))
     (tmp_path / "__0_0.distcp").write_bytes(raw)
     stored = {
@@ -258,7 +258,7 @@ def test_parts_that_overlap_and_leave_as_much_out_are_refused(says: str, tmp_pat
 
 
 def stored_tensor(pickled: bytes) -> bytes:
-    """An item as torch.save writes it, with another pickle and 64 bytes of elements."""
+    """Write an item as torch.save does, with another pickle and 64 bytes of elements."""
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
@@ -312,7 +312,7 @@ def write_foreign_file(folder: Path, pickled: bytes) -> Path:
 def test_a_hostile_item_is_refused(case: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model: Any = npuzero.zero(nn.Linear(4, 4, bias=False), plan="zero3", world=comm.SingleWorld())
-    if case is None:  # the trap is one: without the bait it is a checkpoint
+    if case is None:  # check the trap itself: without the malicious part it is a checkpoint
         checkpoint.load(
             write_foreign_file(
                 tmp_path / "a", pickle_program(pickled_rebuild_call(STORAGE, pickled_int(0), FOUR, UNIT))
@@ -343,7 +343,7 @@ BOMBS = {
 def test_an_item_that_unpacks_to_more_than_it_is_is_refused(
     reason: str, trained: SmallTraining, tmp_path: Path
 ) -> None:
-    """Its checksums are right."""
+    """The manifest's checksums are right."""
     path = trained.save(tmp_path)
     index = pickle.loads((path / ".metadata").read_bytes())
     whole = (path / "__0_0.distcp").read_bytes()

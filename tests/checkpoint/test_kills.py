@@ -1,4 +1,4 @@
-"""However often and whenever ranks are killed, the next life goes on from the last complete checkpoint."""
+"""Kill ranks at any time, any number of times: the next life resumes from the last complete checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .lives import RankProcesses, StagedTraining, checkpoint_step, training_dige
 
 pytestmark = pytest.mark.world
 
-#: A life ends after up to so many saves, at a moment within so many seconds: about as long as a save takes.
+#: A life ends after up to this many saves, within this many seconds: about the time of one save.
 SAVES = 2
 MOMENT_S = 0.1
 
@@ -50,7 +50,7 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
         if found:
             checkpoint.verify(found)
             kept = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-            # A life may end where a state is complete, and the oldest one has not gone yet.
+            # A life may end after a state is complete and before the oldest one is removed.
             assert len(kept) <= max(2, there) + 1, kept
             there = len(kept)
             assert len(list(folder.iterdir())) <= there + 2, "leftovers pile up"

@@ -1,4 +1,4 @@
-"""Any memory loads what any other has saved, in chunks of any size, on any number of ranks: no bit of it changes."""
+"""States saved from any memory load into any other, in chunks of any size, on any number of ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["folders"]  # a fixture
 
 
 class StatesPlacement(NamedTuple):
-    """Where states rest, and on how many ranks."""
+    """The placement of the states, and the number of ranks."""
 
     ranks: int = 2
     chunk_bytes: int = 3000
@@ -69,7 +69,7 @@ class PlacedStatesRun:
 
 
 def saved_and_next(folder: Path, kind: StatesPlacement, precision: str) -> tuple[State, State]:
-    """The state that is saved right after a step, and that after the next one."""
+    """Return the state saved right after a step, and the state after the next step."""
 
     def rank(world: World) -> tuple[State, State]:
         run = PlacedStatesRun(world, kind, precision)
@@ -96,7 +96,7 @@ def loaded_and_next(folder: Path, kind: StatesPlacement, precision: str) -> tupl
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """What is the same for several cases is run once."""
+    """Run once the part that several cases share."""
     known: dict[Any, Any] = {}
 
     def run(work: Callable[..., Any], name: str, precision: str, source: str | None = None) -> tuple[Path, Any]:
@@ -118,7 +118,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)],
 )
 def test_any_memory_goes_on_from_any_other(precision: str, saved: str, loaded: str, once: Callable[..., Any]) -> None:
-    """With as many ranks as the run that was not interrupted; with others as the device does with as many."""
+    """Compare with the uninterrupted run if the ranks are as many, else with a device run on as many ranks."""
     folder, (state, uninterrupted) = once(saved_and_next, saved, precision)
     found = loaded_and_next(folder, KINDS[loaded], precision)
     assert_same_bits(found[0], state)

@@ -1,4 +1,4 @@
-"""Checkpoints of models whose parameters are cut over tensor ranks: saved on any mesh, loaded on any other."""
+"""Checkpoints of tensor-parallel models: saved on any mesh, loaded on any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from world.train import assert_same_bits, assert_states_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
-#: Ranks, how many of them are tensor ranks, and the plan.
+#: The number of ranks, of tensor ranks among them, and the plan.
 Where = tuple[int, int, str]
 State = dict[str, Tensor]
 
@@ -42,7 +42,7 @@ CUT, DATA, ALONE, WIDE = (4, 2, "zero3"), (4, 1, "zero3"), (1, 1, "zero1"), (4, 
 
 
 def full_training_state(model: Any, optimizer: Any) -> State:
-    """Whole tensors by name, the optimizer's among them."""
+    """Return the full tensors by name, the optimizer's included."""
     state = npuzero.full_state_dict(model, rank0_only=False)
     named = [name for name, _ in model.named_parameters()]
     for number, its in optimizer.state_dict()["state"].items():
@@ -57,7 +57,7 @@ def build_on_mesh(world: World, where: Where, seed: int = 0, **options: Any) -> 
 
 
 def save_from_mesh(where: Where, folder: Path, asynchronous: bool = False, **options: Any) -> State:
-    """Train three steps and save; what was saved."""
+    """Train three steps and save; return the saved state."""
 
     def rank(world: World) -> State:
         model, mesh, optimizer = build_on_mesh(world, where, **options)
@@ -84,7 +84,7 @@ def load_on_mesh(world: World, where: Where, folder: Path, more: int = 0, **opti
 
 @cache
 def train_in_one_process(steps: int) -> State:
-    """The same training in one go, on one rank."""
+    """Train the same steps without interruption, on one rank."""
 
     def rank(world: World) -> State:
         model, mesh, optimizer = build_on_mesh(world, ALONE)
@@ -122,7 +122,7 @@ def test_every_mesh_goes_on_where_another_stopped(first: Where, second: Where, t
 
 @st.composite
 def tensor_portions(draw: st.DrawFn) -> TensorPortion:
-    """This rank's part of a tensor of one to four dimensions, cut along any of them."""
+    """Return this rank's part of a tensor of one to four dimensions, cut along any of them."""
     count = draw(st.integers(2, 3))
     spans = tuple(count * k for k in draw(st.lists(st.integers(1, 3), max_size=3)))
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -136,7 +136,7 @@ def tensor_portions(draw: st.DrawFn) -> TensorPortion:
 def test_boxes_of_a_part_are_where_the_whole_has_them(
     portion: TensorPortion, data: st.DataObject, limit: int | None
 ) -> None:
-    """Any range of a part: each of its elements lies in one box of the tensor, and is what the tensor has there."""
+    """Each element of any range of a part is in one box of the tensor, and equals the tensor's element there."""
     whole = torch.arange(portion.whole.numel()).view(portion.whole)
     begin = 16
     slot = FlatSlot("weight", portion.shape, begin)
@@ -188,7 +188,7 @@ def test_an_update_that_is_pending(tmp_path: Path) -> None:
 
 
 def test_parts_that_leave_holes_are_refused(tmp_path: Path) -> None:
-    """The columns of one tensor rank, moved onto those of another."""
+    """Move the columns of one tensor rank onto those of another."""
     save_from_mesh(CUT, tmp_path)
     path = checkpoint.latest(tmp_path)
     assert path is not None
@@ -199,7 +199,7 @@ def test_parts_that_leave_holes_are_refused(tmp_path: Path) -> None:
     chunk.offsets = torch.Size([chunk.offsets[0], chunk.offsets[1] - 1])
     metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(index)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    (path / MANIFEST).unlink()  # it has the checksum; without it this is a checkpoint of somebody else's
+    (path / MANIFEST).unlink()  # it has the checksum; without it another program may have written the checkpoint
     for where in (CUT, ALONE):
         with pytest.raises(npuzero.CheckpointError, match=rf"{key}.*so that others are missing"):
             comm.run_threads(where[0], lambda world, where=where: load_on_mesh(world, where, path))
@@ -215,7 +215,7 @@ def test_what_ranks_repeat_is_written_once_by_the_first(tmp_path: Path) -> None:
 
 
 class PlacesPosition:
-    """Where a rank is in its data."""
+    """Store a rank's position in its data."""
 
     def __init__(self, *places: int) -> None:
         self.places = [*places]
@@ -271,7 +271,7 @@ def test_torch_reads_whole_tensors(tmp_path: Path) -> None:
 
 
 def test_boxes_for_torchs_own_checkpoints(tmp_path: Path) -> None:
-    """What torch.distributed.checkpoint would write and fill: every box is where the whole tensor has it."""
+    """Every box that torch.distributed.checkpoint would write or fill is at its place in the full tensor."""
     expected = train_in_one_process(3)
     parameters = [name for name, _ in build_seeded_model(make=CutWordsModel).named_parameters()]
 

@@ -1,4 +1,4 @@
-"""Checkpoints and state dicts of pipelines: each stage has some blocks of a model, saved and loaded over any mesh."""
+"""Checkpoints and state dicts of pipelines: each stage has some blocks of a model, saved and loaded on any mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuzero.shard.layout.tensor_slices import cut_parameter
 from world.toy import build_seeded_model
 from world.train import assert_same_bits
 
-#: Sizes of pipe, data and tensor, chunks of a rank, and the plan.
+#: Sizes of pipe, data and tensor, chunks per rank, and the plan.
 Where = tuple[int, int, int, int, str]
 State = dict[str, Tensor]
 
@@ -39,7 +39,7 @@ class PipedBlock(nn.Module):
 
 
 class PipedModel(nn.Module):
-    """A tied embedding and head around blocks, and a buffer that every stage has."""
+    """Tied embedding and head around blocks, and a buffer that every stage has."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class PipedModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): PipedBlock() for i in range(BLOCKS)})
         self.head = nn.Linear(DIM, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.share = 1.0  # of the tied parameter's loss
+        self.share = 1.0  # the tied parameter's share of the loss
 
     def forward(self) -> Tensor:
-        """The sum of squares: alike on all ranks, and on one, to the bit."""
+        """Return the sum of squares: the same bits on all ranks, and on one rank."""
         own = self.share * self.embed.weight.square().sum() if hasattr(self, "embed") else 0.0
         return sum((block() for block in self.layers.values()), own)
 
@@ -96,14 +96,14 @@ def full_piped_state(model: Any) -> State:
 
 
 def piped_training_state(model: Any, optimizer: Any) -> State:
-    """The whole model, and what this stage has of the optimizer's states, by name."""
+    """Return the full model, and this stage's optimizer states, by name."""
     names = [name for name, _ in model.named_parameters()]
     states = optimizer.state_dict()["state"].items()
     return full_piped_state(model) | {f"{names[i]}.{kind}": value for i, its in states for kind, value in its.items()}
 
 
 def check_piped_states(states: list[State], expected: State) -> None:
-    """Every rank has the whole model in order; and together all of the optimizer's states; to the bit."""
+    """Every rank has the full model in order; the ranks together have all optimizer states, bit for bit."""
     assert set().union(*states) == expected.keys()
     for state in states:
         assert [name for name in state if name in MODEL] == list(MODEL)
@@ -120,7 +120,7 @@ BIG: Where = (2, 2, 2, 1, "zero3")
 
 
 def save_from_pipe(where: Where, folder: Path, asynchronous: bool = False) -> list[State]:
-    """Train three steps and save; what was saved, by rank."""
+    """Train three steps and save; return the saved states by rank."""
 
     def rank(world: World) -> State:
         model, optimizer = build_on_pipe(world, where, seed=0)
@@ -136,7 +136,7 @@ def save_from_pipe(where: Where, folder: Path, asynchronous: bool = False) -> li
 
 
 def load_on_pipe(where: Where, folder: Path, again: Path | None = None) -> list[State]:
-    """What was loaded, by rank; and saved ``again``."""
+    """Return the loaded states by rank; save them ``again``."""
 
     def rank(world: World) -> State:
         model, optimizer = build_on_pipe(world, where)
@@ -167,7 +167,7 @@ def test_eight_ranks_on_any_axes_load_what_two_by_two_by_two_saved(there: Where,
 
 
 def merge_rank_states(states: list[State]) -> State:
-    """What the ranks have together, but for what tensor ranks have parts of."""
+    """Return the ranks' states together, without the tensors that tensor ranks divide."""
     return {name: value for state in states for name, value in state.items() if "up.weight." not in name}
 
 

@@ -1,4 +1,4 @@
-"""An optimizer whose groups are not those of the checkpoint: states follow the parameters' names."""
+"""An optimizer with other groups than the checkpoint: states follow the parameters' names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alternating_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any
 
 
 class RegroupedRun:
-    """A model and its optimizer; parameters of ``frozen`` do not train."""
+    """Build a model and its optimizer; parameters of ``frozen`` do not train."""
 
     def __init__(self, world: World, plan: str, groups: Groups, frozen: Sequence[str] = ()) -> None:
         self.world = world
@@ -71,7 +71,7 @@ class RegroupedRun:
 def test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups(
     plan: str, before: Groups, after: Groups, tmp_path: Path
 ) -> None:
-    """One warning, by rank 0, says which groups keep the program's hyperparameters."""
+    """Rank 0 alone warns, once, and names the groups that keep the program's hyperparameters."""
 
     def rank(world: World) -> None:
         run = RegroupedRun(world, plan, before)
@@ -90,7 +90,7 @@ def test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups(
 
 
 def test_what_was_frozen_since_is_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
-    """The group is the one that was saved, without them: its hyperparameters go on. Unfrozen again, it begins anew."""
+    """The saved group continues without them, with its hyperparameters. Unfrozen again, they start with no state."""
     first = "tokens.weight"
 
     def rank(world: World) -> None:
@@ -126,7 +126,7 @@ def test_what_was_frozen_since_is_left_out_and_the_rest_goes_on(tmp_path: Path) 
     "after", [two_split_groups, lambda p: two_split_groups(p)[::-1]], ids=["in order", "in another order"]
 )
 def test_a_scheduler_has_the_rates_of_the_groups_there_are_now(after: Groups, tmp_path: Path) -> None:
-    """Where they match saved groups these rates, and the program's where they do not."""
+    """Return these rates where the groups match saved groups, and the program's elsewhere."""
 
     def halved(optimizer: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: 0.5**step)
@@ -158,7 +158,7 @@ def test_a_scheduler_has_the_rates_of_the_groups_there_are_now(after: Groups, tm
 
 
 def test_parameters_of_other_names_are_refused(tmp_path: Path) -> None:
-    """A checkpoint of an optimizer over other parts of the model."""
+    """Save a checkpoint of an optimizer over other parts of the model."""
 
     def rank(world: World) -> None:
         run = RegroupedRun(world, "zero3", lambda parameters: single_group(parameters[:3]))

@@ -1,4 +1,4 @@
-"""What any plan on any number of ranks has saved, any other goes on from as if nothing had been."""
+"""A checkpoint of any plan on any number of ranks resumes under any other, as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from world.train import assert_same_bits, assert_states_close
 from .training import CheckpointTraining, State
 
 SAVED, END = 2, 4
-#: Largest difference, relative to a tensor's largest magnitude, that another order of sums may make in so many steps.
+#: Largest difference, relative to a tensor's largest magnitude, from another order of sums over these steps.
 BOUND = 1e-6
 
 Case = tuple[str, int]
@@ -26,7 +26,7 @@ QUICK: dict[Case, list[Case]] = {
     ("zero0", 1): [("zero3", 2), ("zero1.5", 4)],
     ("hpz", 4): [("hpz", 4), ("mics", 2), ("zero3-keep", 3)],
     ("zero2", 3): [("zero3", 3), ("zero0", 2)],
-    # each rank writes a part of a shard that others have, too
+    # each rank writes a part of a shard that several ranks hold
     ("hsdp", 4): [("zero3", 2)],
     ("mics", 4): [("zero3", 2)],
     ("zero1.5", 4): [("zero3", 2), ("hsdp", 4)],
@@ -36,7 +36,7 @@ ONE_LEVEL = ("zero0", "zero1", "zero2", "zero3", "zero3-keep")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """The folder that a plan on so many ranks has saved into, and the state it saved."""
+    """Return the folder that a plan on this many ranks has saved into, and the saved state."""
 
     @cache
     def save(plan: str, ranks: int) -> tuple[Path, State]:
@@ -64,7 +64,7 @@ def train_unbroken(plan: str, ranks: int) -> State:
 
 
 def check_each_resumes(saved, case: Case, sources: list[Case]) -> None:
-    """One model loads each in turn, so that each load also replaces what the one before left."""
+    """One model loads each checkpoint in turn, so that each load also replaces the state of the previous one."""
     plan, ranks = case
     folders = [saved(*source) for source in sources]
 

@@ -1,4 +1,4 @@
-"""Saving beside training, saving that fails on some rank, what is kept and what is removed."""
+"""Saves that overlap training, saves that fail on one rank, and which checkpoints are kept or removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors_without_losses(training: CheckpointTraining) -> dict[str, torch.Tens
 
 
 class CallGate:
-    """Holds back, until it is opened, who calls a function more than ``free`` times: unless told, who writes a file."""
+    """Block the callers of a function after ``free`` calls until opened; by default, the writers of files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any = os, name: str = "writev", free: int = 0) -> None:
         self._open = threading.Event()
@@ -79,7 +79,7 @@ def test_what_is_saved_beside_training_is_the_state_at_the_call(
 
 
 class ForwardCounter(torch.nn.Module):
-    """Counts its forwards in a buffer, as BatchNorm does."""
+    """Count the forwards in a buffer, as BatchNorm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, world: World, culprit: int) -> No
 def test_a_rank_that_cannot_write_fails_the_save_on_all(
     asynchronous: bool, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint before stays the last; beside training the error comes with the next call, whatever it is."""
+    """The previous checkpoint stays the last; an asynchronous save's error is raised by the next call of any kind."""
 
     def rank(world: World) -> None:
         training = CheckpointTraining(world, "zero3")
@@ -292,7 +292,7 @@ def test_checkpointer_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
-    """However many digits it has."""
+    """Order checkpoints by step, with any number of digits."""
     training = CheckpointTraining(comm.SingleWorld(), "zero1")
     for step in (10**8, 10**8 - 1):
         training.save(tmp_path, step)
@@ -309,7 +309,7 @@ def test_the_end_of_the_ranks_waits_for_a_save_under_way(
         training = CheckpointTraining(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1, asynchronous=True)
-        threading.Timer(0.2, gate.open).start()  # nobody waits for the writers until the ranks are at their end
+        threading.Timer(0.2, gate.open).start()  # ranks wait for the writers only at their end
         if ends == "by close()":
             world.close()
 

@@ -1,4 +1,4 @@
-"""States that rest on a disk are saved and loaded piece by piece: memory for a few, whatever there are of them."""
+"""Optimizer states on a disk are saved and loaded in pieces: memory for a few pieces, at any size of the states."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ITEM = MIB // 2
 
 
 def process_status_bytes(line: str) -> int:
-    """Bytes of a line of this process's status."""
+    """Return the bytes on a line of this process's status."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(next(found.split()[1] for found in text.splitlines() if found.startswith(line)))
 
 
 def measure_memory_growth(work: Callable[[], object]) -> int:
-    """Bytes of memory that this process has had more during ``work`` than before it, at most."""
+    """Return the peak of this process's memory during ``work``, in bytes above the memory before it."""
     ctypes.CDLL(None).malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high water is what there is
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
     except OSError:
         pytest.skip("the system does not let the high water of memory begin anew")
     before = process_status_bytes("VmRSS")
@@ -39,7 +39,7 @@ def measure_memory_growth(work: Callable[[], object]) -> int:
 
 
 def train_offloaded_linear(width: int, offload: str, folder: Path) -> tuple[Any, Any]:
-    """A model whose bfloat16 parameters have 12 bytes of states each on the disk."""
+    """Build a model with 12 bytes of states on the disk for each bfloat16 parameter."""
     settings = Settings(nvme_paths=(str(folder),), chunk_bytes=MIB)
     model: Any = npuzero.zero(
         nn.Linear(width, width, bias=False), stage=3, precision="bf16", offload=offload, settings=settings,
@@ -64,13 +64,13 @@ def test_no_more_than_a_few_pieces_are_in_memory(
     model, optimizer = train_offloaded_linear(width, offload, tmp_path)
     states = 12 * width * width
     assert states >= 48 * MIB
-    few = 24 * MIB  # writes are collected up to 8 MiB and read chunk by chunk; an allocator may keep as much again
+    few = 24 * MIB  # writes are collected up to 8 MiB, reads are chunks; an allocator may keep as much again
     folder = tmp_path / "run"
 
     def save(step: int, asynchronous: bool) -> Callable[[], object]:
         return lambda: checkpoint.save(folder, model, optimizer, step=step, asynchronous=asynchronous).wait()
 
-    # The least of three: the first time some things are made once, and any time other threads may allocate.
+    # The least of three: the first run makes one-time objects, and other threads may allocate at any time.
     saving, loading_, beside = map(
         min,
         zip(

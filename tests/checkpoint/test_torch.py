@@ -1,4 +1,4 @@
-"""torch reads ours, and we read torch's: FSDP2, plain torch, and files of torch.save."""
+"""torch reads npuzero's checkpoints, and npuzero reads torch's: FSDP2, plain torch, and files of torch.save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train_and_save_npuzero(folder: Path, plan: str = "zero3", ranks: int = 2) ->
 
 
 def test_plain_torch_loads_ours(tmp_path: Path) -> None:
-    """By dcp.load into whole tensors, and as one file of torch.save."""
+    """Load by dcp.load into full tensors, and as one file of torch.save."""
     expected = train_and_save_npuzero(tmp_path)
     path = checkpoint.latest(tmp_path)
     plain = build_fsdp_model(1)
@@ -79,7 +79,7 @@ def test_plain_torch_loads_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbered", (True, False))
 def test_we_load_plain_torchs(numbered: bool, tmp_path: Path) -> None:
-    """dcp.save of state_dict()s: optimizer states by number, or of the model alone without any prefix."""
+    """Save state_dict()s by dcp.save: optimizer states by number, or the model alone without a prefix."""
     plain = build_fsdp_model(0)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     checkpoint_loss(plain, global_batch_tokens(0)).backward()

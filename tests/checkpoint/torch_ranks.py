@@ -1,4 +1,4 @@
-"""FSDP2 and plain torch on one side, npuzero on the other: what each rank of a job of processes does."""
+"""FSDP2 and plain torch against npuzero: the program of each rank of a job of processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAVED, END = 2, 4
 
 
 class FsdpModel(nn.Module):
-    """What FSDP2 takes: no scalars, every parameter in use."""
+    """A model that FSDP2 supports: no scalars, every parameter in use."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def build_fsdp_model(seed: int) -> FsdpModel:
 
 
 class Fsdp2Training:
-    """A model in training by FSDP2 and torch's AdamW."""
+    """Train a model by FSDP2 and torch's AdamW."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -92,7 +92,7 @@ class Fsdp2Training:
 
 
 class NpuzeroTraining:
-    """The same model in training by npuzero."""
+    """Train the same model by npuzero."""
 
     def __init__(self, world: World, seed: int, plan: str) -> None:
         self.world = world
@@ -127,7 +127,7 @@ def fsdp2_loads_ours(world: World, folder: Path) -> None:
         theirs = Fsdp2Training(world, 1)
         theirs.load(path)
         assert_tensors_equal(theirs.state(), ours.state())
-        theirs.steps(SAVED, END)  # it takes what it has loaded
+        theirs.steps(SAVED, END)  # trains on from the loaded state
         assert int(theirs.state()["norm.weight.step"]) == END
 
 
@@ -152,7 +152,7 @@ def we_load_fsdp2s(world: World, folder: Path) -> None:
 
 
 def dcp_itself_takes_cut_tensors(world: World, folder: Path) -> None:
-    """torch.distributed.checkpoint's own save and load, both sides ours, with other plans."""
+    """Save and load by torch.distributed.checkpoint, with npuzero's models under different plans on both sides."""
     first = NpuzeroTraining(world, 0, "zero3")
     first.steps(0, SAVED)
     dcp.save(checkpoint.state_dict(first.model, first.optimizer), checkpoint_id=folder)
@@ -167,7 +167,7 @@ def dcp_itself_takes_cut_tensors(world: World, folder: Path) -> None:
 
 
 def exchange_both_ways(world: World, folder: Path) -> None:
-    """All of it in one job: processes are slow to start."""
+    """Run all checks in one job: processes start slowly."""
     warnings.simplefilter("default")  # torch's own
     assert dist.get_world_size() == world.size
     for fn in (fsdp2_loads_ours, we_load_fsdp2s, dcp_itself_takes_cut_tensors):

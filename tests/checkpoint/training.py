@@ -1,4 +1,4 @@
-"""Training whose data depend on the step alone, however many ranks share them; and its state, to compare."""
+"""Training with data that depend on the step alone, on any number of ranks; and its state, to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuzero import checkpoint
 from npuzero.comm import World
 from world.toy import SEQUENCE, VOCABULARY, build_seeded_model
 
-#: Sequences of a step: every number of ranks from 1 to 4 has equal parts.
+#: Sequences per step: divisible by every number of ranks from 1 to 4.
 BATCH = 12
 LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
 
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 class DataPosition:
-    """A position in the data."""
+    """Store a position in the data."""
 
     def __init__(self, place: int = 0) -> None:
         self.place = place
@@ -35,7 +35,7 @@ class DataPosition:
 
 
 class CheckpointTraining:
-    """A model, its optimizer and scheduler on one rank."""
+    """Hold a model, its optimizer and scheduler on one rank."""
 
     def __init__(self, world: World, plan: str, *, seed: int = 0, fused: bool = True, **options: Any) -> None:
         self.world = world
@@ -67,7 +67,7 @@ class CheckpointTraining:
         return checkpoint.load(folder, self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def state(self) -> State:
-        """Everything that training goes on from, whole, by name."""
+        """Return the state that training resumes from, unsharded, by name."""
         names = {i: name for i, (name, _) in enumerate(self._in_groups())}
         state = npuzero.full_state_dict(self.model, rank0_only=False)
         optimizer = self.optimizer.state_dict()
@@ -82,7 +82,7 @@ class CheckpointTraining:
 
 
 def global_batch_tokens(step: int) -> Tensor:
-    """[BATCH, SEQUENCE + 1] int64."""
+    """Return tokens, [BATCH, SEQUENCE + 1] int64."""
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
 
