@@ -13,7 +13,7 @@ LIMIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """Return each call's result. A process makes call after call; if one kills it, the next process goes on after it."""
+    """Return each call's result. A process makes call after call; after a deadly one, the next process goes on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero"])
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Common to all tests of parallel axes."""
+"""Set up all tests of parallel axes."""
 
 from __future__ import annotations
 

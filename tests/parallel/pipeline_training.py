@@ -1,4 +1,4 @@
-"""One training, two contenders: plain torch on the data of all ranks, and a pipeline over a mesh of ranks."""
+"""One training in two ways: plain torch on the data of all ranks, and a pipeline over a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pipeline_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """How a model is trained, by either contender."""
+    """Describe a training, for both ways."""
 
     micro_batches: int = 4
     data: int = 1
@@ -72,13 +72,13 @@ class PipelineRun:
     parts: bool = False  # matrices are clipped first, then vectors, then all by a list
 
     def batch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of data rank ``index``, [micro_batches * ROWS, 5] int64."""
+        """Return tokens and targets of data rank ``index``, [micro_batches * ROWS, 5] int64."""
         generator = torch.Generator().manual_seed(100 * step + index)
         both = torch.randint(CLASSES, (2, self.micro_batches * ROWS, 5), generator=generator)
         return both[0], both[1]
 
     def clipped(self, clip: Callable[..., Tensor], model: nn.Module) -> list[float]:
-        """Clip by torch's function or npuzero's; the norms."""
+        """Clip by torch's function or npuzero's; return the norms."""
         every = [*model.parameters()]
         vectors = [p for p in every if p.dim() < 2]
         given: list[Any] = [[p for p in every if p.dim() > 1], vectors, every] if self.parts else [every]
@@ -95,7 +95,7 @@ class PipelineRun:
 
 @cache
 def train_pipeline_plain(run: PipelineRun) -> tuple[State, list[float], list[float]]:
-    """Train by plain torch; the state in the end, and losses and norms of the steps."""
+    """Train by plain torch; return the final state, and the losses and norms of the steps."""
     model = build_seeded_model(make=run.make)
     optimizer = run.optimizer(model.parameters())
     losses, norms = [], []
@@ -115,7 +115,7 @@ def train_pipeline_plain(run: PipelineRun) -> tuple[State, list[float], list[flo
 
 @dataclass
 class PipelineResult:
-    """What one rank has in the end, and measured over the last step."""
+    """Store one rank's final state, and its measurements of the last step."""
 
     state: State
     losses: list[float]
@@ -155,7 +155,7 @@ def train_pipeline(
 
 
 def relative_distance(found: State, expected: State) -> float:
-    """The largest difference, relative to each tensor's largest magnitude."""
+    """Return the largest difference, relative to each tensor's largest magnitude."""
     return max(
         ((value - expected[name]).abs().max() / expected[name].abs().max()).item() for name, value in found.items()
     )

@@ -1,5 +1,5 @@
-"""A decoder that has its attention wrapped, its data with labels that do not count here and there, and its training
-over slices of sequences beside one process that has all of them.
+"""A decoder with wrapped attention, data with some ignored labels, and training over slices of sequences, compared with
+one process that has the full sequences.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SequenceDecoder(nn.Module):
 
 
 class WatchedMesh(Mesh):
-    """Counts what functions over its communicators send."""
+    """Count the bytes that functions over its communicators send."""
 
     def __init__(self, world: World, **sizes: Any) -> None:
         super().__init__(world, **sizes)
@@ -63,7 +63,7 @@ class WatchedMesh(Mesh):
 
 
 def sequence_batch(step: int, group: int) -> dict[str, Tensor]:
-    """Whole sequences of the ``group`` of ranks that share them; the further a group, the fewer labels count."""
+    """Return the full sequences of the ``group`` of ranks that share them; later groups have fewer counted labels."""
     tokens = torch.randint(
         VOCABULARY - 1, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(100 * step + group)
     )
@@ -74,7 +74,7 @@ def sequence_batch(step: int, group: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class SequenceRecipe:
-    """How a model is trained by any contender."""
+    """Describe a training, for one process or many ranks."""
 
     optimizer: str = "sgd"
     steps: int = STEPS
@@ -90,7 +90,7 @@ _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
 
 @cache
 def train_sequence_plain(groups: int, recipe: SequenceRecipe) -> dict[str, Tensor]:
-    """One process: the mean over all labels that count, of all groups and micro-batches of a step."""
+    """Train in one process: the loss is the mean over all counted labels of all groups and micro-batches of a step."""
     model = build_seeded_model(make=SequenceDecoder)
     kind, options = _KINDS[recipe.optimizer]
     optimizer = kind(model.parameters(), **options)
@@ -118,7 +118,7 @@ def build_sequence_model(mesh: Mesh, layers: int = LAYERS) -> Any:
 
 
 def saved_bytes(compute: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """What ``compute`` gives, and the bytes with a batch's dimension that are saved for backward."""
+    """Return the result of ``compute``, and the bytes with a batch dimension that are saved for backward."""
     kept = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def train_sequence_rank(
 def check_sequence_training(
     size: int, plan: Any, sizes: dict[str, int], recipe: SequenceRecipe = SequenceRecipe()
 ) -> None:
-    """Ranks end with the same bits, those of one process but for rounding; bytes are the formula's."""
+    """Ranks end with the same bits, equal to one process up to rounding; bytes match the formula."""
     found = run_threads(size, lambda world: train_sequence_rank(world, plan, sizes, recipe))
     ranks = sizes["sequence"]
     for each in found:
@@ -184,7 +184,7 @@ def check_sequence_training(
         assert_same_bits({"losses": each["losses"]}, {"losses": found[0]["losses"]})
         slices = 4 * LAYERS * recipe.micro_batches * BATCH * SEQUENCE * DIM * 4 // ranks  # q, k, v and out
         expected = {"all_to_all": 2 * slices * (ranks - 1) // ranks}
-        expected["all_reduce"] = recipe.micro_batches * (2 * 16 * (size - 1) // size)  # the loss and how many it is of
+        expected["all_reduce"] = recipe.micro_batches * (2 * 16 * (size - 1) // size)  # the loss and its label count
         assert each["sent"] == expected
     bound = 1e-6 if recipe.optimizer == "sgd" else 1e-4
     assert_states_close(found[0]["state"], train_sequence_plain(size // ranks, replace(recipe)), bound)

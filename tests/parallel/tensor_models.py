@@ -1,4 +1,4 @@
-"""Models whose layers tensor ranks divide, with sizes that 2, 3 and 4 divide, and their data."""
+"""Models with layers that tensor ranks divide, with sizes divisible by 2, 3 and 4, and their data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PackedAttention(nn.Module):
 
 
 class TensorBlock(nn.Module):
-    """The perceptron's Linears lie in the block itself, beside its norms."""
+    """A block with the Linears of its MLP next to its norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def build_tied_llama(**more: object) -> PreTrainedModel:
 
 
 def biased(**more: object) -> PreTrainedModel:
-    """Biases on all Linears, those cut by rows, too."""
+    """Biases on all Linears, row-parallel ones included."""
     return build_tensor_llama(attention_bias=True, mlp_bias=True, **more)
 
 
@@ -130,7 +130,7 @@ def glm4(**more: object) -> PreTrainedModel:
 
 
 def olmo2(**more: object) -> PreTrainedModel:
-    """Norms of all queries at once: its plan gathers them."""
+    """A norm over all heads of the queries: its plan gathers them."""
     return Olmo2ForCausalLM(Olmo2Config(**{**_SIZES, "num_attention_heads": 12, "num_key_value_heads": 12, **more}))
 
 
@@ -163,7 +163,7 @@ def tensor_model_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def make_stirred_tensor_model(name: str, **config: object) -> Callable[[], nn.Module]:
-    """Makes the model ``name`` as after some training: no parameter is all zeros or ones."""
+    """Build the model ``name`` as after some training: no parameter is all zeros or ones."""
 
     def make() -> nn.Module:
         model = ZOO[name](**config)

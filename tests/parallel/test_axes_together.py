@@ -14,7 +14,7 @@ from world.conftest import one_thread_per_rank  # noqa: F401
 from world.toy import build_seeded_model
 
 STEPS, LR = 3, 1e-2
-#: Sums go in other orders on each mesh, and Adam's first steps make parts of LR of what that leaves of small gradients.
+#: Each mesh sums in another order, and Adam's first steps turn the rounding of small gradients into fractions of LR.
 APART = 0.02 * LR
 
 
@@ -50,7 +50,7 @@ def test_axes_together_train_as_plain_torch(preset: str, axes: dict[str, int]) -
             model = npuzero.zero(model, plan=preset, mesh=mesh)
         optimizer = npuzero.AdamW(model.parameters(), lr=LR)
         for step in range(STEPS):
-            part = parallel.slice(tensor_batch(step, 0), mesh)  # all ranks have data of their own in one group alone
+            part = parallel.slice(tensor_batch(step, 0), mesh)  # the slices of one batch, as only one group shares data
             if "pipe" in axes:
                 model.step(**part)
             else:

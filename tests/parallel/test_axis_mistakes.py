@@ -1,4 +1,4 @@
-"""Axes of a mesh along which nothing is divided, and ranks that share a batch but are fed different ones."""
+"""Axes of a mesh that divide nothing, and ranks that share a batch but get different ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def divide_two_blocks(mesh: Mesh) -> nn.Module:
 
 
 def check_all_ranks_refuse(size: int, body: Callable[[World], Any], match: str) -> None:
-    """``body`` raises a ConfigError of this text on every rank, within seconds."""
+    """Check that ``body`` raises a ConfigError with this text on every rank, within seconds."""
 
     def rank(world: World) -> str:
         with pytest.raises(ConfigError, match=match) as caught:
@@ -102,7 +102,7 @@ def test_a_pipeline_over_a_tensor_axis_that_no_stage_uses() -> None:
 
 
 def test_one_stage_may_use_the_tensor_axis_alone() -> None:
-    """The first stage is an embedding, which is whole on both tensor ranks."""
+    """The first stage is an embedding, which both tensor ranks have unsharded."""
 
     def rank(world: World) -> float:
         mesh = npuzero.mesh(pipe=2, tensor=2, world=world)
@@ -151,7 +151,7 @@ def test_layers_of_ones_own_without_a_mesh() -> None:
 
 
 class LinearAdapter(nn.Module):
-    """Takes the place of a Linear, as PEFT's layers do."""
+    """Replace a Linear, as PEFT's layers do."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class LinearAdapter(nn.Module):
 
 @pytest.mark.parametrize("order", ["before", "within", "after"])
 def test_adapters_in_divided_layers(order: str) -> None:
-    """Their matrices would be whole on each rank, beside a part of the layer."""
+    """Their matrices would be unsharded on each rank, next to a sharded layer."""
 
     def body(world: World) -> None:
         mesh, model = npuzero.mesh(tensor=2, world=world), build_two_blocks()
@@ -199,7 +199,7 @@ def test_tensor_ranks_with_different_batches(size: int, stage: int) -> None:
 
 
 def test_batches_the_other_way_round_in_another_group() -> None:
-    """What the two groups' ranks are given sums up to the same."""
+    """The batches of the two groups have equal sums."""
 
     def body(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, world=world)
@@ -247,7 +247,7 @@ def test_training_goes_on_after_the_error_as_if_it_had_not_been() -> None:
 
 
 class TakesAnything(nn.Module):
-    """Takes whatever it is given beside ``x``."""
+    """Take any arguments in addition to ``x``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class TakesAnything(nn.Module):
 
 
 def differing_batches(kind: str, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Two batches of a kind that differ, or, for ``which`` 0, one of them again."""
+    """Return two batches of a kind that differ or, for ``which`` 0, the same batch twice."""
     many = MOST_ELEMENTS * 2 + 3
     base = torch.arange(many)
     made: dict[str, Any] = {
@@ -303,7 +303,7 @@ def test_whatever_inputs_are(kind: str) -> None:
 
 
 class GatherSlices(nn.Module):
-    """Is given a rank's own tokens, of which it makes whole ones: their weights see a part on each rank."""
+    """Take a rank's own tokens and gather all of them: the weights see a part on each rank."""
 
     def __init__(self, group: comm.Communicator) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def test_a_program_may_divide_the_tokens_itself() -> None:
 @pytest.mark.parametrize("way", ["save", "export", "full_state_dict"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_have_drifted_apart_are_told_as_they_save(way: str, stage: int, tmp_path: Path) -> None:
-    """By random numbers of their own in a forward, which no comparison of batches sees."""
+    """Random numbers drawn in a forward differ, which no comparison of batches detects."""
 
     def rank(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, world=world)

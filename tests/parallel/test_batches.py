@@ -1,4 +1,4 @@
-"""GlobalBatch: whatever ranks there are, each step has the same samples, in the same order, in equal micro-batches."""
+"""GlobalBatch: on any number of ranks, each step has the same samples, in the same order, in equal micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 100
 def step_micro_batches(
     ranks: int, step: int, size: int = 24, micro: int = 4, **options: object
 ) -> list[list[list[int]]]:
-    """By rank, the micro-batches of a step."""
+    """Return the micro-batches of a step, by rank."""
 
     def each(world: comm.World) -> list[list[int]]:
         with comm.entered(world):

@@ -1,4 +1,4 @@
-"""A head over many classes, cut over data ranks, trains as a softmax over all of them, or over the sampled ones, does
+"""A head over many classes, sharded over data ranks, trains as a softmax over all classes, or over the sampled ones,
 in one process.
 """
 
@@ -25,7 +25,7 @@ from world.train import assert_same_bits, assert_states_close
 
 CLASSES, FEATURES, BATCH, STEPS = 22, 6, 5, 3
 
-#: What each margin does to the angle, in plain words of trigonometry.
+#: The effect of each margin on the angle, by plain trigonometry.
 MARGINS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     "arc": (ArcFace(m=0.3, s=8.0), lambda cosine: (cosine.arccos() + 0.3).cos()),
     "cos": (CosFace(m=0.2, s=8.0), lambda cosine: cosine - 0.2),
@@ -33,7 +33,7 @@ MARGINS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 
 
 class ChosenClassHead(ClassHead):
-    """Whose negatives can be told: of each rank and step the same."""
+    """A head with known negatives: the same for each rank and step."""
 
     step = 0
 
@@ -64,7 +64,7 @@ def class_batch(step: int, rank: int, classes: int = CLASSES) -> tuple[Tensor, T
 
 
 def class_ranges(ranks: int) -> list[tuple[int, int]]:
-    """First classes and how many: one more on the first ranks."""
+    """Return the first class of each rank, and the number of its classes: one more on the first ranks."""
     sizes = [CLASSES // ranks + (rank < CLASSES % ranks) for rank in range(ranks)]
     return [(sum(sizes[:rank]), sizes[rank]) for rank in range(ranks)]
 
@@ -77,7 +77,7 @@ def build_class_optimizer(kind: str, parameters: Any, sharded: bool = True) -> t
 
 
 def on_one_process(ranks: int, rate: float, margin: str | None, kind: str) -> dict[str, Tensor]:
-    """Plain torch: all classes, or the rows that the ranks' samples are together."""
+    """Train by plain torch: over all classes, or over the union of the ranks' sampled rows."""
     model = build_seeded_model(
         make=lambda: ClassHeadNet(lambda: ClassHead(FEATURES, CLASSES, npuzero.mesh(world=comm.SingleWorld())))
     )
@@ -163,7 +163,7 @@ def check_class_head(
     ],
 )
 def test_it_trains_as_one_process(ranks: int, plan: str, rate: float, margin: str | None, kind: str) -> None:
-    """Whether classes divide or not; sampled, on the same rows; a rank's positives may exceed its quota."""
+    """Also if classes do not divide evenly; sampled: on the same rows; a rank's positives may exceed its quota."""
     check_class_head(ranks, plan, rate, margin, kind)
 
 
@@ -173,7 +173,7 @@ def test_tensor_ranks_repeat_it(rate: float) -> None:
 
 
 def test_tensor_ranks_sample_alike() -> None:
-    """Whatever their generators: here all threads share one, so that they draw different numbers."""
+    """In spite of the generators' states: here all threads share one generator, and draw different numbers."""
 
     def body(world: World) -> Tensor:
         mesh = npuzero.mesh(tensor=3, world=world)
@@ -206,7 +206,7 @@ def test_positives_come_first_and_negatives_up_to_the_quota() -> None:
 
 @pytest.mark.parametrize("plan", ("zero0", "zero3"))
 def test_on_meta_it_begins_with_the_same_centres(plan: str) -> None:
-    """Each rank has its share of them, whether classes divide or not."""
+    """Each rank has its share of the classes, even or uneven."""
 
     def body(world: World) -> None:
         mesh = npuzero.mesh(world=world)
@@ -233,7 +233,7 @@ def test_on_meta_it_begins_with_the_same_centres(plan: str) -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), ((3, 2), (2, 3), (1, 3)))
 def test_checkpoints_load_on_another_number_of_ranks(saved: int, loaded: int, tmp_path: Path) -> None:
-    """Centres and their moments, of classes that do not divide."""
+    """Centres and their moments, with classes that do not divide evenly."""
 
     def made(world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = npuzero.mesh(world=world)
@@ -281,7 +281,7 @@ def test_exported_weights_are_read_by_another_number_of_ranks(tmp_path: Path) ->
 
 @pytest.mark.parametrize("margin", (None, CosFace()))
 def test_sampling_lowers_the_logits_memory_to_its_rate(margin: Any) -> None:
-    """What autograd keeps of a step, without centres and features."""
+    """Return the bytes that autograd saves in a step, without centres and features."""
 
     def kept(rate: float) -> int:
         head, sizes = ClassHead(4, 10_000, one_rank_mesh(), sample_rate=rate, margin=margin), {}
@@ -353,7 +353,7 @@ def test_a_head_that_cannot_work_is_refused_on_every_rank(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_batch_that_does_not_fit_is_refused_on_every_rank(name: str) -> None:
-    """A label that is no class on rank 0 alone, too."""
+    """Also if only rank 0 has a label outside the classes."""
 
     def body(world: World) -> None:
         features, labels, text = CALLED[name]

@@ -1,4 +1,4 @@
-"""``npuzero plan`` over tensor, sequence and pod axes says what predictions say, and what ranks send and hold."""
+"""``npuzero plan`` over tensor, sequence and pod axes prints the predictions, which match the ranks' bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from world.toy import build_seeded_model
 
 TOKENS = BATCH * SEQUENCE
 MODELS: dict[str, Any] = {"llama": build_tensor_llama, "tied": build_tied_llama, "qwen3": build_tensor_qwen3}
-#: The sizes that all models here have, as their files say them.
+#: The sizes of all models here, by the names in their config files.
 KEYS = (
     "model_type",
     "hidden_size",
@@ -50,7 +50,7 @@ KEYS = (
 
 @pytest.fixture
 def told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command for a model here and returns its JSON; or its text, or its error."""
+    """Return a function that runs the command for a model here, and returns its JSON, its text, or its error."""
 
     def run(name: str, *options: object, form: str = "json") -> Any:
         config = MODELS[name]().config.to_dict()
@@ -102,7 +102,7 @@ def test_plan_says_what_predict_says_of_the_divided_model(name: str, mode: str, 
 
 
 def test_axes_by_which_gradients_go(told: Any) -> None:
-    """Under msp norms are summed over tensor ranks, too, of which embeddings and Linears have parts."""
+    """Under msp norms are all-reduced over tensor ranks as well; embeddings and Linears are sharded over them."""
     along = told("llama", "--world", 8, "--local", 4, "--tensor", 2, "--mode", "msp")["presets"]
     named = {preset: set(facts["bytes_sent_along"]) for preset, facts in along.items()}
     assert named["zero0"] == named["zero3"] == named["hsdp"] == {"node", "local", "tensor"}
@@ -153,7 +153,7 @@ def test_ranks_send_and_hold_what_plan_says(name: str, mode: str, preset: str, t
 def test_layers_send_what_the_formula_says(mode: str, factor: int, told: Any) -> None:
     sent = told("llama", "--world", 3, "--tensor", 3, "--mode", mode, "--tokens", 24)["layers_bytes_sent"]["tensor"]
     activations = 24 * HIDDEN * 2
-    ends = 4 + 2 * (mode != "mtp")  # embedding and head; slices before the first block and behind the last
+    ends = 4 + 2 * (mode != "mtp")  # embedding and head; slices before the first block and after the last
     logits = 24 * VOCABULARY * 2
     assert sum(sent.values()) == ((factor * LAYERS + ends) * activations + logits) * 2 // 3
 
@@ -169,7 +169,7 @@ class CountedMesh(Mesh):
 
 
 def test_ranks_that_share_sequences_send_and_hold_what_plan_says(told: Any) -> None:
-    """Llama's 12 key heads are more than two ranks; its rows are those of any mesh, and isp."""
+    """Llama's 12 key heads are more than two ranks; its rows equal those of any mesh, and isp."""
     options = ("--sequence", 2, "--tokens", TOKENS // 2, "--precision", "fp32", "--local", 2)
     facts = told("llama", "--world", 4, *options)
 
@@ -193,7 +193,7 @@ def test_ranks_that_share_sequences_send_and_hold_what_plan_says(told: Any) -> N
 
 
 def test_key_heads_are_repeated_where_more_ranks_share_sequences(told: Any) -> None:
-    """8 ranks divide 24 query heads, and 12 key heads only twice over: 24 of each go."""
+    """8 ranks divide 24 query heads; 12 key heads are repeated twice, so that 24 of each are sent."""
     sent = told("llama", "--world", 8, "--sequence", 8, "--tokens", 4, "--micro-batches", 3)["layers_bytes_sent"]
     assert sent["sequence"] == {"all_to_all": 3 * LAYERS * 2 * 4 * ring_bytes("all_to_all", 4 * 24 * 2 * 2, 8)}
 
@@ -226,7 +226,7 @@ def test_a_size_alone_is_a_model_that_the_ranks_divide(capsys: pytest.CaptureFix
     assert facts["parameters"] == 10**9 and set(facts["layers_bytes_sent"]) == {"tensor", "sequence"}
     whole = from_size(10**9, ranks=6).predict(npuzero.Plan.preset("zero0", precision="bf16"), 1, Settings())
     part = facts["presets"]["zero0"]["bytes_held"]["states"] / whole.bytes_held["states"]
-    assert 1 / 3 <= part < 0.34  # norms, and what no other matrix has, are whole
+    assert 1 / 3 <= part < 0.34  # norms, and parameters outside the matrices, are unsharded
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``npuzero plan --pipe`` says what each rank of a pipeline holds and sends in training."""
+"""``npuzero plan --pipe`` prints the bytes that each rank of a pipeline holds and sends in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions over a communicator: each is checked against one process that has the tensors of all ranks."""
+"""Functions over a communicator, each compared with one process that has the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = (2, 3)
 SHAPE = (6, 12, 2)  # divisible by all RANKS along the first two dimensions
 Function = Callable[[Tensor, Communicator], Tensor]
 
-#: What each computes with the tensors of all ranks, in one process, and whether all ranks hold equal inputs, results.
+#: Each function on the tensors of all ranks in one process; whether all ranks hold equal inputs, and equal results.
 CASES: dict[str, tuple[Function, Callable[[list[Tensor]], list[Tensor]], bool, bool]] = {
     "copy": (functions.copy_to_ranks, lambda xs: xs, True, False),
     "total": (functions.all_reduce_sum, lambda xs: [sum_tensors(xs)] * len(xs), False, True),
@@ -50,7 +50,7 @@ def sum_tensors(xs: list[Tensor]) -> Tensor:
 
 
 def draw_small_integers(seed: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small integers: sums of them, and of products, are exact in every dtype and order."""
+    """Return small integers: their sums, and sums of their products, are exact in every dtype and order."""
     return torch.randint(-3, 4, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -61,7 +61,7 @@ def draw_rank_inputs(ranks: int, alike: bool, dtype: torch.dtype) -> list[Tensor
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, ranks: int) -> None:
-    """The loss over all ranks: what is the same on all of them counts once, each rank's own counts."""
+    """Return the loss over all ranks: a result that is equal on all ranks counts once, others count per rank."""
     function, oracle, alike_in, alike_out = CASES[name]
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -118,7 +118,7 @@ def test_second_derivatives(name: str) -> None:
 
 
 def test_sums_are_in_the_order_of_ranks() -> None:
-    """Values over many exponents, where another order has other bits; the same bits on all ranks."""
+    """Values over many exponents, so that another order gives other bits; the bits are the same on all ranks."""
     drawn = [torch.randn(8, 4) * torch.exp2(torch.randint(-9, 9, (8, 4)).float()) for _ in range(3)]
 
     def body(world: World) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A pipeline trains as one process does, whatever the schedule, the plan and the number of ranks."""
+"""A pipeline trains as one process does, under any schedule, plan and number of ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_grid(schedule: str, chunks: int, ranks: int, micro_batches: int, stage:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_every_bit_is_that_of_one_process(schedule: str):
-    """Each rank adds up micro-batches in their order, as one process does."""
+    """Each rank accumulates micro-batches in order, as one process does."""
     for stage in (2, 3):
         found = train_pipeline(SGD, 2, stage, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
         assert_like_plain(SGD, found, 0.0)
@@ -81,7 +81,7 @@ def test_every_bit_is_that_of_one_process(schedule: str):
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
 def test_low_precision_has_the_bits_of_one_rank(precision: str):
-    """Activations travel as they are, so a stage computes what it computes in one piece."""
+    """Activations are sent without conversion, so a stage computes the same bits as in one process."""
 
     def alone(world: World) -> dict[str, Tensor]:
         model = npuzero.zero(build_seeded_model(make=DeepModel), stage=2, precision=precision, world=world)
@@ -112,7 +112,7 @@ def test_overlap_moves_no_bit():
 
 
 def boundary_bytes(run: PipelineRun) -> int:
-    """Bytes of a micro-batch's activations between blocks."""
+    """Return the bytes of a micro-batch's activations between blocks."""
     return ROWS * 5 * WIDTH * 4
 
 
@@ -127,7 +127,7 @@ def test_each_edge_carries_activations_ahead_and_gradients_back(schedule: str, c
 
 
 class HeadOnly(DeepModel):
-    """Trains its second half alone."""
+    """Freeze the first half; only the second half trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class HeadOnly(DeepModel):
 
 
 class AdaptedMiddle(DeepModel):
-    """One block trains; what is behind it is frozen, and what is before it."""
+    """One block trains; the blocks before and after it are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_parameters_are_gathered_once_a_step_or_twice_a_micro_batch(between: tup
     once = [
         each.report.bytes_sent["all_gather"] for each in train_pipeline(run, 2, replace(plan, between=Placement(())))
     ]
-    # The unit that computes last in forward is the first in backward, and need not be gathered in between.
+    # The last unit of forward is the first in backward, and needs no all-gather in between.
     assert sent == once if between == () else all(a > 5 * b for a, b in zip(sent, once, strict=True))
 
 
@@ -189,7 +189,7 @@ def test_a_rank_holds_and_sends_what_was_foretold(schedule: str, chunks: int, pr
 
 @pytest.mark.parametrize("preset", THINNED)
 def test_thin_wires_come_near_plain_torch(preset: str):
-    """Every stage's parameters and gradients are rounded on their way; nothing of an edge is."""
+    """Every stage's parameters and gradients are rounded in transit; values on edges between stages are not."""
     run = replace(SGD, data=2, clip=1.0)
     state, losses, norms = train_pipeline_plain(run)
     found = train_pipeline(run, 2, Plan.preset(preset), schedule="interleaved", chunks=2)
@@ -303,7 +303,7 @@ def test_a_gradient_that_is_no_number_in_one_stage_skips_the_step_of_all():
     def train(world: World, pipe: Any) -> Any:
         optimizer = SGD.optimizer(pipe.parameters(), plain=False)
         bad = False
-        if world.rank == 0:  # the embedding's gradient is the last: no other stage sees it
+        if world.rank == 0:  # the embedding's gradient is the last: no other stage has it
             next(pipe.parameters()).register_hook(lambda gradient: gradient * float("nan") if bad else gradient)
         skipped = []
         for step in (0, 7, 1, 2):
@@ -323,7 +323,7 @@ def test_a_gradient_that_is_no_number_in_one_stage_skips_the_step_of_all():
 
 
 class IdleParameterModel(DeepModel):
-    """Its last block has a parameter that takes no part."""
+    """A model with an unused parameter in its last block."""
 
     def __init__(self) -> None:
         super().__init__()

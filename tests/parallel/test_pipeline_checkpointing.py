@@ -23,7 +23,7 @@ STEPS = 2
 
 
 class RecomputedBlock(nn.Module):
-    """Runs its middle, or itself (``whole``), again in backward; reads parameters of its own, too."""
+    """Recompute its middle, or all of it (``whole``), in backward; it also has parameters outside its layers."""
 
     def __init__(self, reentrant: bool, whole: bool) -> None:
         super().__init__()

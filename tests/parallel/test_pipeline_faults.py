@@ -1,4 +1,4 @@
-"""What goes wrong on one stage is an error on every rank, in seconds, that names the stage and the micro-batch."""
+"""A fault on one stage is an error on every rank, within seconds; it names the stage and the micro-batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOON_S = 5.0
 
 
 class FaultyModule(nn.Module):
-    """Passes its input on; what is done to it, and to gradients, can be set."""
+    """Pass the input on, with settable faults in forward and for gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class RaisesInBackward(torch.autograd.Function):
 
 
 class FaultyModel(DeepModel):
-    """Faulty modules stand behind the second and the last but one block."""
+    """A model with faulty modules after the second block and the last but one."""
 
     def __init__(self) -> None:
         super().__init__(layers=6)
@@ -66,7 +66,7 @@ class FaultyModel(DeepModel):
 
 
 HEALTHY = PipelineRun(make=FaultyModel)
-#: How the eleven blocks are cut in two: each stage has a faulty module, the first one at its end.
+#: The split of the eleven blocks: each stage has a faulty module, the first stage at its end.
 SPLIT = [4, 7]
 
 
@@ -85,7 +85,7 @@ def run_faulty_pipeline(
 
 
 def set_stage_fault(stage: int, fault: Callable[[int, Tensor], Any]) -> Callable[[World, Any], None]:
-    """Set the fault of a stage where it is."""
+    """Set the fault of a stage on the ranks of that stage."""
 
     def arrange(world: World, pipe: Any) -> None:
         if stage in pipe.numbers:
@@ -149,12 +149,12 @@ def test_a_stage_that_raises_is_named_on_every_rank_and_training_goes_on(fault: 
 def check_pipeline_refuses(
     body: Callable[[World, Any], Any], kind: type[NpuZeroError], *says: str, **options: Any
 ) -> None:
-    """Every rank raises an error of this kind that says this."""
+    """Check that every rank raises an error of this kind with this text."""
 
     def rank(world: World, pipe: Any) -> NpuZeroError:
         with pytest.raises(kind) as met:
             body(world, pipe)
-        time.sleep(0.3)  # so that nobody learns it from this rank's end
+        time.sleep(0.3)  # so that no rank learns it from this rank's end
         return met.value
 
     for error in run_faulty_pipeline(rank, **options):
@@ -228,7 +228,7 @@ def test_clipping_on_one_stage_alone():
 
 
 def test_one_data_rank_alone_raises():
-    """Its data peer waits in a collective that it has left: all are told where the others are."""
+    """Its data peer waits in a collective that the failing rank has left: every error names the place of each rank."""
 
     def body(world: World, pipe: Any) -> Any:
         if world.rank == 0:
@@ -246,8 +246,8 @@ def test_one_data_rank_alone_raises():
     errors = run_faulty_pipeline(rank, data=2, stage=3)
     assert time.monotonic() - began_s < 2 * SOON_S
     assert all("pipeline.step" in str(error) for error in errors)
-    assert isinstance(errors[0].__cause__, KeyError)  # what it was is told where it was raised
-    for error in errors:  # and named on every rank
+    assert isinstance(errors[0].__cause__, KeyError)  # the rank that raised keeps the cause
+    for error in errors:  # and every rank names it
         assert "stage 0, forward of micro-batch #" in str(error) and "KeyError: 'on purpose'" in str(error), str(error)
 
 
@@ -255,7 +255,7 @@ def test_one_data_rank_alone_raises():
 
 
 def check_construction_refused(*says: str, kind: type[NpuZeroError] = ConfigError, **options: Any) -> None:
-    """``options`` of each rank, which may be functions of the world; every rank refuses them."""
+    """Check that every rank refuses ``options``, which may be functions of the world."""
 
     def rank(world: World) -> NpuZeroError:
         model = build_seeded_model(make=FaultyModel)
@@ -291,7 +291,7 @@ def test_what_cannot_be_cut():
 
 
 def test_what_a_stage_cannot_follow() -> None:
-    """A plan whose groups of ranks are larger than a stage."""
+    """A plan with groups of ranks larger than a stage."""
     check_construction_refused("local_size", stage=None, plan=npuzero.Plan.preset("hsdp", local_size=2))
 
 

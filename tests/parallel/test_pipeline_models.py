@@ -1,4 +1,4 @@
-"""Pipelines of transformers' models and of tied embeddings, with every other axis beside the pipe."""
+"""Pipelines of transformers' models and of tied embeddings, in combination with every other axis."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_tensor_ranks_within_stages(mode: str, schedule: str):
 
 
 def test_tensor_ranks_send_a_part_each():
-    """Where they hold the same activations, each sends its part, and those behind gather the parts."""
+    """If ranks hold the same activations, each sends a part, and the next stage all-gathers the parts."""
 
     def sent(world: World, mode: str, held: int) -> int:
         mesh = npuzero.mesh(world=world, pipe=2, tensor=2, local_size=1)

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: each act once and where it belongs, no deadlock, bubbles and peaks exactly by formula."""
+"""Schedules of a pipeline: each action once and in its place, no deadlock, bubbles and peaks exactly by formula."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def simulate_schedule(*given: object) -> ScheduleTimeline:
 
 
 def schedule_grid(name: str) -> Iterator[PipelineSchedule]:
-    """All schedules of ``name`` for 1..8 ranks, 1..32 micro-batches and, where it takes several, 2..4 chunks."""
+    """Yield all schedules of ``name`` for 1..8 ranks, 1..32 micro-batches and, if supported, 2..4 chunks."""
     for p in range(1, 9):
         for v in (2, 3, 4) if name == "interleaved" else (1,):
             for m in range(1, 33):
@@ -88,8 +88,8 @@ def test_peaks_are_exact():
 
 
 def test_zero_bubble_waits_for_a_third_as_long_as_1f1b_with_no_larger_peak():
-    """Its ranks may all keep as many micro-batches as the first one of 1f1b. With fewer of them than ranks there are
-    too few gradients of weights to fill the end with: then 2(m+p)-1 long.
+    """Each rank may keep as many micro-batches as 1f1b's first rank. With fewer micro-batches than ranks, there are
+    not enough weight gradients to fill the end: then it is 2(m+p)-1 long.
     """
     for p, m in ((p, m) for p in range(1, 9) for m in range(1, 33)):
         plain, split = made("1f1b", p, m, 1), simulate_schedule("zero-bubble", p, m, 1)
@@ -122,7 +122,7 @@ def test_small_tables_by_hand():
 
 
 def torch_schedule_table(name: str, p: int, m: int, v: int) -> tuple[tuple[StageAction, ...], ...]:
-    """The table that torch.distributed.pipelining makes; its methods ask for these facts, and for no process group."""
+    """Stand in for a schedule of torch.distributed.pipelining to make its table: the methods need no process group."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     rounds = max(1, m // p)
     facts = SimpleNamespace(
@@ -147,11 +147,11 @@ def torch_schedule_table(name: str, p: int, m: int, v: int) -> tuple[tuple[Stage
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tables_are_torchs_but_where_those_are_wrong(name):
-    """Its 1F1B is wrong on the last rank, and where a rank would run more forwards ahead than there are."""
+    """torch's 1F1B is wrong on the last rank, and where a rank would run more forwards ahead than there are."""
     for table in schedule_grid(name):
         p, m, v = table.ranks, table.micro_batches, table.chunks
         if name == "zero-bubble" and m > p and m % p:
-            continue  # torch takes only micro-batches that rounds divide
+            continue  # torch supports only numbers of micro-batches that rounds divide
         for rank, row in enumerate(torch_schedule_table(name, p, m, v)):
             if name != "1f1b" or (rank < p - 1 and p - 1 - rank <= m):
                 assert table.row(rank) == row, (p, m, v, rank)
@@ -159,7 +159,7 @@ def test_tables_are_torchs_but_where_those_are_wrong(name):
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 2)])
 def test_torchs_1f1b_skips_the_last_ranks_first_micro_batch_and_ours_does_not(p, m):
-    """Having run no forward ahead, it counts on from micro-batch 0 as if that had been: forwards 1..m for 0..m-1."""
+    """If it ran no forward ahead, it counts on from micro-batch 0 as if it had: forwards 1..m instead of 0..m-1."""
     *_, last = torch_schedule_table("1f1b", p, m, 1)
     ours = schedule("1f1b", p, m)
     assert [act.micro for act in last if act.kind == "F"] == list(range(1, m + 1))

@@ -1,4 +1,4 @@
-"""Sequences divided over ranks: training equals one process that has them all; bytes, memory, and bad input."""
+"""Sequences divided over ranks: training equals one process with full sequences; bytes, memory, and bad input."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def isp_plan(weight: int) -> Plan:
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize(("sequence", "pod"), [(2, 1), (2, 2), (4, 1)])
 def test_isp_trains_as_one_process(sequence: int, pod: int, kind: str) -> None:
-    """States over all ranks (one pod), or over the weight ranks alone (as many pods as groups of them)."""
+    """Shard states over all ranks (one pod), or over the weight ranks only (one pod per group of them)."""
     check_sequence_training(4, isp_plan(2), {"sequence": sequence, "pod": pod}, SequenceRecipe(kind, steps=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "sequence", "pod", "kind"), EIGHT)
 def test_isp_on_eight_ranks(weight: int, sequence: int, pod: int, kind: str) -> None:
-    """Weight ranks need not be those that share sequences; two pods of two groups are zero1 between none and all."""
+    """Weight ranks may differ from the ranks that share sequences; two pods of two groups are zero1 over some ranks."""
     check_sequence_training(8, isp_plan(weight), {"sequence": sequence, "pod": pod}, SequenceRecipe(kind))
 
 
@@ -72,7 +72,7 @@ def test_ranks_keep_their_part_of_the_activations() -> None:
 
 
 def test_two_layers_are_unsharded_at_a_time_however_many_there_are() -> None:
-    """The window: what is held at most is the same in each step from the second on, and for twice the layers."""
+    """The window: the peak is the same in each step from the second on, and for twice the layers."""
     held = {
         layers: run_threads(
             4,
@@ -114,7 +114,7 @@ def test_overlap_moves_no_bit(overlap: Any) -> None:
     ("heads", "keys", "ranks"), [(4, 4, 2), (4, 2, 2), (4, 1, 2), (12, 2, 4), (12, 3, 4), (6, 2, 3)]
 )
 def test_fewer_key_heads_than_ranks(heads: int, keys: int, ranks: int) -> None:
-    """They are repeated; gradients come back to the one head that they are copies of."""
+    """Heads are repeated; the gradients of the copies are summed into the original head."""
     draw = torch.Generator().manual_seed(heads + keys)
     q, k, v, weight = (torch.randn(2, n, 12, 4, generator=draw) for n in (heads, keys, keys, heads))
 
@@ -172,10 +172,10 @@ def test_packed_sequences_are_numbered() -> None:
 
 
 def test_the_loss_is_the_mean_over_all_tokens() -> None:
-    """Of logits or of losses, whatever ranks have fewer labels, or none."""
+    """The mean of logits or of losses, on ranks with few labels or none."""
     draw = torch.Generator().manual_seed(3)
     logits, labels = torch.randn(2, 8, 5, generator=draw), torch.randint(5, (2, 8), generator=draw)
-    labels[0, :6] = labels[1, :4] = -100  # the first rank has none, the second two
+    labels[0, :6] = labels[1, :4] = -100  # the first rank has no label, the second two
 
     def rank(world: World) -> list[Tensor]:
         mesh = npuzero.mesh(sequence=4, world=world)
@@ -185,7 +185,7 @@ def test_the_loss_is_the_mean_over_all_tokens() -> None:
         losses = F.cross_entropy(mine.detach().transpose(1, 2), own.clamp(min=0), reduction="none")
         assert mine.grad is not None
         given = parallel.token_loss(losses, own, mesh, tokens=20)
-        return [loss.detach(), mine.grad / 4, given]  # which training averages over the ranks
+        return [loss.detach(), mine.grad / 4, given]  # training averages over the ranks
 
     found = run_threads(4, rank)
     whole = logits.clone().requires_grad_()

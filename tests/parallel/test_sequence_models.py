@@ -1,4 +1,4 @@
-"""Models of transformers over slices of sequences compute what they do over whole ones."""
+"""Models of transformers give the same results on slices of sequences as on full sequences."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def build_sequence_llama(**more: Any) -> Any:
 
 
 def build_sequence_qwen3(**more: Any) -> Any:
-    """Norms of queries and keys, and more elements in heads than in the model."""
+    """Norms of queries and keys, and heads with more elements in total than the model's width."""
     sizes = {**_SIZES, "num_key_value_heads": 1, "head_dim": 16}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **more))
 
 
 def mistral(**more: Any) -> Any:
-    """A token sees five before it, some of them in another rank's slice."""
+    """A token attends to the five before it, some of them in another rank's slice."""
     return transformers.MistralForCausalLM(
         transformers.MistralConfig(**_SIZES, num_key_value_heads=4, sliding_window=6, **more)
     )
@@ -66,7 +66,7 @@ def sequence_model_batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
         given["labels"][0, 11:] = -100
     if kind == "packed":
         given["position_ids"] = torch.cat([torch.arange(n) for n in (5, 4, 7)]).expand(2, -1)
-        given["labels"][:, [5, 9]] = -100  # the first token of a sequence is nobody's next
+        given["labels"][:, [5, 9]] = -100  # the first token of a sequence is no token's successor
     return given
 
 
@@ -75,7 +75,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_sequence_model(make: Callable[..., Any], kind: str, ranks: int, **config: Any) -> None:
-    """Logits, the loss on every rank, and gradients averaged over the ranks are those of the whole."""
+    """Logits, the loss on every rank, and gradients averaged over the ranks equal those on full sequences."""
     whole, given = build_seeded_model(make=lambda: make(**config)), sequence_model_batch(kind)
     models = [copy.deepcopy(whole) for _ in range(ranks)]
 
@@ -183,7 +183,7 @@ def test_positions_are_those_of_the_slice_where_none_are_given() -> None:
 
 
 def test_a_model_that_is_not_prepared_does_not_train_on_a_sequence_axis() -> None:
-    """Its attention would see this rank's slice alone."""
+    """Its attention would see only this rank's slice."""
 
     def rank(world: World) -> None:
         mesh = npuzero.mesh(sequence=2, world=world)
@@ -195,7 +195,7 @@ def test_a_model_that_is_not_prepared_does_not_train_on_a_sequence_axis() -> Non
 
 
 def sequence_refusals(mesh: Any) -> dict[str, Callable[[], object]]:
-    """Calls that every rank refuses, by what it says."""
+    """Calls that every rank refuses, by the text of the error."""
     model, part = (
         parallel.sequence(build_seeded_model(make=build_sequence_llama), mesh),
         parallel.slice(sequence_model_batch("padded"), mesh),
@@ -230,13 +230,13 @@ def sequence_refusals(mesh: Any) -> dict[str, Callable[[], object]]:
         "got another pattern": lambda: model(
             input_ids=part["input_ids"], position_ids=torch.tensor([[0, 1, 0, 1]]).expand(2, -1)
         ),
-        # Whichever transformers makes first, the mask or the cache.
+        # The text depends on the object that transformers makes first: the mask or the cache.
         r"got past_key_values|generate\(\)": lambda: model.generate(part["input_ids"], max_new_tokens=2),
         "got output_attentions": lambda: model(**part, output_attentions=True),
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # what transformers says of arguments that are refused
+@pytest.mark.filterwarnings("ignore")  # transformers warns of the refused arguments
 def test_what_slices_cannot_do_is_refused_by_every_rank() -> None:
     def rank(world: World) -> None:
         mesh = npuzero.mesh(sequence=4, world=world)

@@ -1,4 +1,4 @@
-"""Which blocks make a stage: the best of all ways to divide them."""
+"""The division of blocks into stages: the best of all partitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npuzero.parallel.pipeline_parallel.choose_splits import BlockCost, split_bl
 
 
 def best_split_cost(blocks: Sequence[BlockCost], stages: int) -> tuple[int, int]:
-    """The least largest cost, and then the least largest number of parameters, of all partitions."""
+    """Return the smallest largest cost, and then the smallest largest number of parameters, of all partitions."""
     found = []
     for inner in itertools.combinations(range(1, len(blocks)), stages - 1):
         ends = [0, *inner, len(blocks)]

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, run one after another, compute what the whole model computes, under the same names."""
+"""The stages of a pipeline, run in order, give the full model's results, under the same parameter names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ALTERNATING = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_a
 
 
 def make_causal_model(kind: str, **more: Any) -> Callable[[], nn.Module]:
-    """Makes a causal model of transformers."""
+    """Build a causal model of transformers."""
 
     def make() -> nn.Module:
         name = "Gemma3Text" if kind == "Gemma3" else kind
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
 
 
 class ListedGPT(nn.Module):
-    """Has no forward of use: what is called one after another is a list."""
+    """A model without a usable forward: a list gives the order of calls."""
 
     def __init__(self, tied: bool = False, dropout: float = 0.5) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_stages_of_a_transformers_model(name: str) -> None:
 
 @pytest.mark.parametrize("split", [(1, 4, 1, 1), (1, 1, 3, 2), (2, 1, 2, 2), (4, 1, 1, 1)])
 def test_a_transformers_model_is_divided_anywhere(split: tuple[int, ...]) -> None:
-    """Also so that a stage has the embedding alone, or the norm alone, or no layer."""
+    """Also if a stage has only the embedding, only the norm, or no layer."""
     whole = build_seeded_model(make=MODELS["granite"])
     stages = take_all_stages(divide_into_stages(copy.deepcopy(whole), 2, 2, split=split))
     batch = tensor_batch(0, 0)
@@ -314,7 +314,7 @@ def test_a_tie_on_one_rank_is_a_tie_and_no_more() -> None:
 @pytest.mark.parametrize("name", ["llama", "GPT"])
 @pytest.mark.parametrize("mode", ["mtp", "msp", "fsp"])
 def test_over_tensor_ranks(mode: str, name: str) -> None:
-    """Hidden states go from stage to stage as slices of the sequence, and positions are those of all of it."""
+    """Hidden states are sent between stages as slices of the sequence, with positions of the full sequence."""
     make: Callable[[], nn.Module] = (
         make_causal_model("Llama", head_dim=8) if name == "llama" else lambda: ListedGPT(dropout=0.0)
     )
@@ -363,7 +363,7 @@ def test_over_slices_of_sequences() -> None:
         mesh = npuzero.mesh(sequence=2, world=world)
         stages = take_all_stages(divide_into_stages(parallel.sequence(models[world.rank], mesh), 3))
         given = parallel.slice(tokens, mesh)
-        return run_stages(stages, given).logits.detach()  # positions are the slice's, on every stage
+        return run_stages(stages, given).logits.detach()  # positions are those of the slice, on every stage
 
     found = torch.cat(comm.run_threads(2, rank), 1)
     assert_states_close({"logits": found}, {"logits": whole(tokens).logits.detach()}, 1e-5)
@@ -409,7 +409,7 @@ def llama_with_replaced_forward() -> nn.Module:
 
 
 class NumbersModule(nn.Module):
-    """Has a part by the name of a property of Stages."""
+    """A model with a child named like a property of Stages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def check_tensor_training(
     for state, _ in results:
         assert_same_bits(state, results[0][0])
     assert_states_close(results[0][0], expected, bound)
-    losses = torch.stack([found for _, found in results]).mean(0)  # each data rank tells its own
+    losses = torch.stack([found for _, found in results]).mean(0)  # each data rank has its own
     assert_states_close({"loss": losses[::2], "norm": losses[1::2]}, {"loss": told[::2], "norm": told[1::2]}, bound)
 
 
@@ -167,7 +167,7 @@ def test_grid(name: str, mode: str, preset: str, ranks: int, data: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_drifts_apart(mode: str) -> None:
-    """Norms of queries see other heads on each rank, and norms of slices other positions: 200 steps, no bit apart."""
+    """Query norms see other heads on each rank, and norms on slices other positions: the same bits after 200 steps."""
     results = comm.run_threads(2, lambda world: train_tensor_rank(world, "qwen3", mode, "zero1", 2, 200, "SGD"))
     assert_same_bits(results[0][0], results[1][0])
 
@@ -220,7 +220,7 @@ def test_bytes_of_a_layer(name: str, ranks: int, mode: str, factor: int) -> None
 
 @pytest.mark.parametrize(("mode", "factor"), [("mtp", 8), ("msp", 8), ("fsp", 10)])
 def test_bytes_of_a_step_where_the_vocabulary_is_whole(mode: str, factor: int) -> None:
-    """Beside its layers, sequences are split before the first (backward gathers) and gathered behind the last."""
+    """Sequences are also split before the first layer (all-gather in backward) and gathered after the last."""
     ends = 0 if mode == "mtp" else 2
     sent = comm.run_threads(2, lambda world: measure_tensor_bytes(world, mode, "ToyGPT", LAYERS))
     assert sent == [(factor * LAYERS + ends) * BATCH * SEQUENCE * HIDDEN * 4 // 2] * 2
@@ -244,7 +244,7 @@ def test_the_engine_sends_and_holds_what_is_predicted(preset: str) -> None:
 
 
 def kept_inputs(world: World, mode: str) -> int:
-    """Bytes that live between forward and backward of what Linears cut by columns take, or the norms before give."""
+    """Return the bytes kept for backward by inputs of column-parallel Linears and outputs of the norms before them."""
     mesh = npuzero.mesh(tensor=world.size, world=world)
     model = npuzero.zero(
         tensor(build_seeded_model(make=make_stirred_tensor_model("llama")), mesh, mode), stage=0, mesh=mesh
@@ -288,7 +288,7 @@ def tensor_refusals(make: Callable[[], nn.Module], ranks: int = 2, mode: str = "
 
 
 def check_tensor_refuses(*words: str, **options: Any) -> None:
-    """Every rank refuses, and says all ``words``."""
+    """Check that every rank refuses, with all ``words`` in the error."""
     for error in tensor_refusals(**options):
         assert isinstance(error, npuzero.ConfigError)
         missing = [word for word in words if word not in str(error)]
@@ -353,7 +353,7 @@ def test_models_that_are_refused_by_name() -> None:
 
 
 def test_dropout() -> None:
-    """Under msp it may be where ranks have positions, or heads, of their own."""
+    """Allowed under msp where ranks have their own positions or heads."""
     check_tensor_refuses("dropout", "0.1", make=lambda: TensorToyGPT(dropout=0.1), plan=TOY_PLAN)
     check_tensor_refuses("dropout", "0.1", make=lambda: TensorToyGPT(dropout=0.1), plan=TOY_PLAN, mode="msp")
     check_tensor_refuses("attention_dropout", "0.2", "msp", make=lambda: build_tensor_llama(attention_dropout=0.2))
@@ -361,7 +361,7 @@ def test_dropout() -> None:
 
 
 def test_what_is_whole_beside_cut_linears() -> None:
-    """A norm is told by its width; what is not has a word, or is refused."""
+    """A norm is recognized by its width; other parameters need a word in the plan, or are refused."""
     strange = lambda: with_parameter(TensorToyGPT(), 5)  # noqa: E731
     check_tensor_refuses("blocks.0.attention.strange", "(5,)", "'replicate'", make=strange, plan=TOY_PLAN)
     said = {**TOY_PLAN, "blocks.*.attention": "replicated_with_grad_allreduce"}
@@ -433,7 +433,7 @@ def test_a_model_is_divided_once() -> None:
 
 
 class CurvedModel(nn.Module):
-    """A perceptron between Linears that all ranks have, so that second derivatives cross the collectives both ways."""
+    """An MLP between replicated Linears: second derivatives cross the collectives in both directions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ class CurvedModel(nn.Module):
 
 
 def test_gradients_of_gradients() -> None:
-    """As a penalty on the gradient of the input takes them."""
+    """Take second derivatives, as a penalty on the input's gradient does."""
 
     def second(model: nn.Module) -> list[Tensor]:
         x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()

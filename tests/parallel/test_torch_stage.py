@@ -32,7 +32,7 @@ def torch_stage_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_tanh_stack_plain(data: int, clip: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, norms and weights of one process that sees all data."""
+    """Return losses, norms and weights of one process with all data."""
     net = build_tanh_stack()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     losses, norms = [], []
@@ -48,7 +48,7 @@ def train_tanh_stack_plain(data: int, clip: float) -> tuple[list[float], list[fl
 
 
 def train_torch_pipeline(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, shapes: bool) -> None:
-    """Train over two pipeline ranks, and as many data ranks as there are."""
+    """Train over two pipeline ranks; the remaining factor is data ranks."""
     from torch.distributed import pipelining
 
     mesh = npuzero.mesh(pipe=2, world=world)
@@ -65,7 +65,7 @@ def train_torch_pipeline(world: World, kind: str, chunks: int, plan: Any, no_syn
         held.append(npuzero.parallel.TorchStage(part, number, stages, world.device, group, no_sync=no_sync, **example))
     schedule = getattr(pipelining, kind)(held if chunks > 1 else held[0], MICRO_BATCHES, loss_fn=F.mse_loss)
     optimizer = npuzero.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, eps=1e-4)
-    clip = 0.1 if chunks == 1 else float("inf")  # a norm is over one model of each rank: over the whole pipeline
+    clip = 0.1 if chunks == 1 else float("inf")  # a norm spans one model per rank: over the whole pipeline
     expected_losses, expected_norms, weights = train_tanh_stack_plain(data, clip)
     for step in range(STEPS):
         x, y = torch_stage_batch(step, place)

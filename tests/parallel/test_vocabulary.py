@@ -17,7 +17,7 @@ from npuzero.parallel.class_parallel import vocabulary
 
 N, H = 7, 5
 
-#: Ranks, classes that are no padding, classes on each rank. In the last a rank has nothing but padding.
+#: Ranks, real classes, classes per rank. In the last case a rank has only padding.
 SIZES = ((1, 8, 8), (2, 8, 4), (3, 10, 4), (4, 5, 2))
 
 
@@ -26,7 +26,7 @@ def draw_normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def draw_targets(classes: int, *shape: int) -> Tensor:
-    """Some of them ignored."""
+    """Return labels, some of them ignored."""
     found = torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
     return found.masked_fill(torch.arange(found.numel()).view(shape) % 3 == 1, -100)
 
@@ -39,7 +39,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("reduction", vocabulary.REDUCTIONS)
 @pytest.mark.parametrize(("ranks", "classes", "local"), SIZES)
 def test_cross_entropy(ranks: int, classes: int, local: int, reduction: str, smoothing: float) -> None:
-    """Large logits, which a sum of exponentials without its maximum would not survive; padding has the largest."""
+    """Return large logits, with exponentials that overflow unless the maximum is subtracted; padding has the largest."""
     logits = 50 * draw_normal(2, N, local * ranks)
     logits[..., classes:] = 1e4
     target, weight = (
@@ -101,11 +101,11 @@ def test_gradients_by_differences() -> None:
 
 
 class AllocationCounter(TorchDispatchMode):
-    """All memory that operators made, by its bytes."""
+    """Record all memory that operators allocate, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes twice
+        self.made: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
@@ -161,7 +161,7 @@ def test_embedding(ranks: int, classes: int, local: int) -> None:
 
 
 def test_another_ranks_rows_are_no_matter_of_this_ones() -> None:
-    """Row 0 stands in for ids that are elsewhere: nothing of it may show, not even a NaN."""
+    """Row 0 stands in for ids on other ranks: none of its values may leak, not even a NaN."""
 
     def body(world: World) -> Tensor:
         mine = torch.full((2, H), torch.nan) if world.rank == 0 else torch.ones(2, H)
@@ -171,7 +171,7 @@ def test_another_ranks_rows_are_no_matter_of_this_ones() -> None:
 
 
 def test_rows_of_minus_infinity() -> None:
-    """A rank all of whose classes are masked takes no part."""
+    """A rank with only masked classes contributes nothing."""
 
     def body(world: World) -> tuple[Tensor, Tensor]:
         mine = (draw_normal(3, 4) if world.rank else torch.full((3, 4), -torch.inf)).requires_grad_()
