@@ -39,7 +39,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("reduction", vocabulary.REDUCTIONS)
 @pytest.mark.parametrize(("ranks", "classes", "local"), SIZES)
 def test_cross_entropy(ranks: int, classes: int, local: int, reduction: str, smoothing: float) -> None:
-    """Return large logits, with exponentials that overflow unless the maximum is subtracted; padding has the largest."""
+    """Return large logits, with exponentials that overflow unless the maximum is subtracted; padding is largest."""
     logits = 50 * draw_normal(2, N, local * ranks)
     logits[..., classes:] = 1e4
     target, weight = (

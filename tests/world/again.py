@@ -1,4 +1,4 @@
-"""Ranks that join again: programs that run on each rank of several processes."""
+"""Ranks that join again: programs for each rank of several processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _train_to_vector(world: World, plan: str) -> torch.Tensor:
 
 
 def leaves_and_joins_again(world: World, rounds: int, backend: str | None) -> None:
-    """Each round in a world of its own; no two ranks are equally fast."""
+    """Run each round in a new world; no two ranks are equally fast."""
     first = None
     for turn in range(rounds):
         time.sleep(0.07 * ((world.rank + turn) % world.size))
@@ -42,7 +42,7 @@ def leaves_and_joins_again(world: World, rounds: int, backend: str | None) -> No
 
 
 def joins_twice(world: World) -> None:
-    """The second call asks for the same, or for nothing in particular."""
+    """The second call asks for the same settings, or for none."""
     for _ in range(2):
         assert npuzero.init() is world
         assert npuzero.init("cpu", timeout_s=world.timeout_s) is world

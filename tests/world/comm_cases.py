@@ -1,6 +1,6 @@
-"""What every communicator must do, told apart only by the world it is asked in. The oracle is plain torch.
+"""Cases that every communicator must pass, for any kind of world. The oracle is plain torch.
 
-Each case is a function of a world; it runs alike on threads, on processes over shared memory, and over gloo.
+Each case is a function of a world; it runs on threads, on processes over shared memory, and over gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOVED = (*SUMMED, torch.int8, torch.bool, torch.float8_e4m3fn)
 
 
 def rank_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` brings: any rank can draw it. Floats spread over many exponents, so that the order of a sum shows."""
+    """Return the input of `rank`; any rank can draw it. Floats span many exponents, to show the order of a sum."""
     generator = torch.Generator().manual_seed(1000 * rank + numel % 997)
     if dtype == torch.bool:
         return torch.randint(2, (numel,), generator=generator).to(dtype)
@@ -32,7 +32,7 @@ def rank_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sum_in_order(tensors: list[torch.Tensor], start: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum in the order given, in f32 where the dtype is narrower; then `start` is added."""
+    """Return the sum in the given order, in f32 if the dtype is narrower; then add `start`."""
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
     total = tensors[0].float() if half else tensors[0].clone()
     for tensor in tensors[1:]:
@@ -47,7 +47,7 @@ def assert_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def border_sizes(group: Communicator, item: int) -> list[int]:
-    """Elements per rank around the borders of a slot and of a peer's part of it."""
+    """Return element counts around the borders of a slot and of a peer's part of it."""
     slot = shared_memory.SLOT_BYTES // item
     part = shared_memory.SLOT_BYTES // max(1, group.size - 1) // 64 * 64 // item
     borders = {part - 1, part, part + 1, slot - 1, slot, slot + 1, 3 * slot + 5}
@@ -55,7 +55,7 @@ def border_sizes(group: Communicator, item: int) -> list[int]:
 
 
 def case_communicators(world: World, backend: str = "") -> list[Communicator]:
-    """All ranks: in order, reversed, and as transposed axes where the world allows."""
+    """Return orders of all ranks: ascending, reversed, and as transposed axes where the world allows."""
     everyone = tuple(range(world.size))
     orders = [everyone, everyone[::-1]]
     if world.size % 2 == 0 and world.size > 2:
@@ -71,7 +71,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_all_gather(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
-    """Here and below `put` says where a rank keeps what it brings."""
+    """Check one collective. Here and below `put` places a rank's input."""
     expected = torch.cat([rank_values(rank, n, dtype) for rank in group.ranks])
     whole = torch.zeros(group.size * n, dtype=dtype)
     group.all_gather(whole, put(rank_values(group.ranks[group.rank], n, dtype)), tag="apart").wait()
@@ -122,7 +122,7 @@ def check_broadcast(group: Communicator, dtype: torch.dtype, n: int, put: Put = 
 
 
 def check_send(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
-    """Around a ring both ways at once: each rank first sends to its neighbours, and receives later."""
+    """Exchange around a ring both ways at once: each rank first sends to its neighbours, then receives."""
     neighbours = sorted({(group.rank + 1) % group.size, (group.rank - 1) % group.size})
     mine = put(rank_values(group.ranks[group.rank], n, dtype))
     got = [torch.zeros(n, dtype=dtype) for _ in neighbours]
@@ -136,7 +136,7 @@ def check_send(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it
 
 
 def check_all_verbs(world: World, few: bool = False) -> None:
-    """Every verb, dtype, size around a border, and order of the group."""
+    """Check every verb, dtype, size around a border, and order of the group."""
     for group in case_communicators(world):
         for check, dtypes in (
             (check_all_gather, MOVED),
@@ -156,7 +156,7 @@ def check_all_verbs(world: World, few: bool = False) -> None:
 
 
 def reduce_in_place(world: World) -> None:
-    """Large buffers that other ranks can reach: of every rank, and of some."""
+    """Large buffers that all ranks, or some, can read in place."""
     for group in case_communicators(world):
 
         def reachable(tensor: torch.Tensor, group: Communicator = group) -> torch.Tensor:
@@ -189,7 +189,7 @@ def many_case_handles(world: World) -> None:
     shards = [torch.zeros(n) for _ in range(count)]
     wholes = [rank_values(world.rank + k, world.size * n, torch.float32) for k in range(count)]
     handles = [group.reduce_scatter(shards[k], wholes[k], tag=f"u{k}") for k in range(count)]
-    group.all_gather(torch.zeros(world.size * n), torch.ones(n))  # nobody keeps its handle or its tensors
+    group.all_gather(torch.zeros(world.size * n), torch.ones(n))  # its handle and its tensors are dropped
     for handle in reversed(handles):
         handle.wait()
         handle.wait()
@@ -219,7 +219,7 @@ def two_case_channels(world: World) -> None:
 
 
 def run_1f1b_sends(world: World) -> None:
-    """1F1B over all ranks: stages hand activations ahead and gradients back, and wait for what they receive alone."""
+    """1F1B over all ranks: stages send activations ahead and gradients back, and wait only for their inputs."""
     rank, last = world.rank, world.size - 1
     group = world.communicator(range(world.size), "stages")
     micro_batches, n = 2 * world.size, 60_000
@@ -268,7 +268,7 @@ def run_1f1b_sends(world: World) -> None:
 
 
 def sends_of_some(world: World) -> None:
-    """Two ranks send to each other while the others, and their own collectives, are elsewhere."""
+    """Two ranks send to each other while the remaining ranks, and their own collectives, are elsewhere."""
     group = world.communicator(range(world.size), "some")
     n, first, last = 50_000, 0, world.size - 1
     if world.rank in (first, last):
@@ -276,7 +276,7 @@ def sends_of_some(world: World) -> None:
         kept = [torch.full((n,), float(k)) for k in range(30)]
         got = [torch.zeros(n) for _ in kept]
         for k, buffer in enumerate(kept):
-            group.send(buffer, peer, f"u{k}")  # nobody keeps its handle
+            group.send(buffer, peer, f"u{k}")  # its handle is dropped
         handles = [group.recv(buffer, peer, f"u{k}") for k, buffer in enumerate(got)]
         for handle in reversed(handles):
             handle.wait()
@@ -285,7 +285,7 @@ def sends_of_some(world: World) -> None:
 
 
 def check_subgroups(world: World) -> None:
-    """Halves of the world work by themselves, and a group of one rank does too."""
+    """Each half of the world works independently, and so does a group of one rank."""
     mesh = comm.Mesh(world, 2 if world.size % 2 == 0 else 1)
     for axes in (("local",), ("node",), ()):
         group = mesh.communicator(axes, "case")
@@ -307,7 +307,7 @@ def check_exchanges(world: World) -> None:
 
 
 def check_means(world: World) -> None:
-    """Of a loss that knows its gradient, a strided view, counts and a plain number: the same bits on every rank."""
+    """A loss with a gradient, a strided view, counts and a plain number: the same bits on every rank."""
     losses = [rank_values(rank, 12, torch.float32).view(3, 4).T for rank in range(world.size)]
     mine = losses[world.rank].clone().requires_grad_() * 1
     got = world.mean(mine)

@@ -1,4 +1,4 @@
-"""Starts ranks as real processes, with a hard limit of time, and says what became of each."""
+"""Start ranks as processes, with a hard time limit, and report the outcome of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from npuzero import comm
 from npuzero.comm.backends import shared_memory
 
-# Children come from a process that has imported torch once and computed nothing: quick, and without inherited threads.
+# Children fork from a process that has imported torch once and computed nothing: fast, without inherited threads.
 context = multiprocessing.get_context("forkserver")
 # torch.distributed and its optimizers import torch._dynamo when first used, which takes seconds in each process.
 context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero.comm"])
@@ -31,7 +31,7 @@ SLOT_BYTES = 4096
 
 @dataclass
 class RankOutcome:
-    """What became of a rank: `value` or `error`, neither if it died; `exit_code`; when it ended (time.monotonic)."""
+    """A rank's outcome: `value` or `error`, neither if it died; `exit_code`; its end (time.monotonic)."""
 
     value: Any = None
     error: BaseException | None = None
@@ -50,7 +50,7 @@ def run_comm_ranks(
     limit_s: float = 300.0,
     slot_bytes: int = SLOT_BYTES,
 ) -> list[RankOutcome]:
-    """`fn(world, *args)` on `size` processes that meet in `folder`. Whatever runs after `limit_s` is killed."""
+    """Run `fn(world, *args)` on `size` processes that join in `folder`. Kill every process after `limit_s`."""
     meeting = f"file://{folder}/meeting-{time.monotonic_ns()}"
     children, pipes = [], []
     for rank in range(size):
@@ -77,7 +77,7 @@ def run_comm_ranks(
 
 
 def rank_results(outcomes: list[RankOutcome]) -> list[Any]:
-    """What the ranks returned; fails if one did not end well."""
+    """Return the ranks' results; fail if a rank did not end well."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code} (None: it hung and was killed)"
@@ -99,14 +99,14 @@ def _receive_outcome(pipe: Any, open_pipes: dict[Any, RankOutcome]) -> None:
 
 
 def run_rank_body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run a rank, which meets the others where a file is, or at a store on this port."""
+    """Run a rank; it joins by a file, or by a store on this port."""
     rank, size, meeting, backend, timeout_s, shared_memory.SLOT_BYTES = setup
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     where: dict[str, Any] = {"init_method": meeting}
     if isinstance(meeting, int):
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # none of these ranks keeps it
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank keeps the store
         where = {"store": dist.TCPStore("127.0.0.1", meeting, is_master=False)}
     dist.init_process_group("gloo", rank=rank, world_size=size, **where)
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=timeout_s))

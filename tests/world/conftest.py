@@ -1,4 +1,4 @@
-"""Common to all tests of worlds."""
+"""Set up all tests of worlds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread_per_rank() -> Iterator[None]:
-    """Ranks are the parallelism here; and the oracle's sums do not depend on how many cores there are."""
+    """One thread per rank: ranks are the parallelism, and the oracle's sums must not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
-"""A few rows that hold every pair of values of every two factors: what two things do to each other is in one of them.
+"""A few rows that hold every pair of values of every two factors: some row tests each pairwise interaction.
 
-Greedy, and the same rows every time: each begins with a pair that no row has yet, and takes of every further factor the
-value that makes most new pairs; of several the one that was taken least.
+Greedy and deterministic: each row begins with a pair that no row has yet, and takes for every further factor the
+value that makes most new pairs; among equals the value that was taken least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def covering_rows(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool]) -> list[Row]:
-    """Rows with a value of each of ``factors``.
+    """Return rows with a value of each of ``factors``.
 
     Args:
         possible: whether values of two factors go together. Some value of each factor must go with all others.

@@ -1,4 +1,4 @@
-"""A model whose parameters are cut over tensor ranks in every way there is, and its training in one process."""
+"""A model with parameters cut over tensor ranks in every supported way, and its training in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CutLayer(nn.Module):
 
 
 class CutWordsModel(nn.Module):
-    """A tied embedding, of which ranks have columns; the other layers see nothing of that."""
+    """A tied embedding cut by columns; the remaining layers see full activations."""
 
     group: Communicator | None = None
 
@@ -87,7 +87,7 @@ def find_cut(name: str) -> Cut | None:
 
 
 def cut_model(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """``model``, whose parameters say how they are cut, over the tensor ranks of ``mesh``."""
+    """Shard ``model`` over the tensor ranks of ``mesh``; its parameters declare their cuts."""
     for module in model.modules():
         if isinstance(module, (CutLayer, CutWordsModel)):
             module.group = mesh.communicator(TENSOR, "tensor") if mesh.size(TENSOR) > 1 else None
@@ -109,7 +109,7 @@ def build_cut_model(world: World, tensor: int, plan: str, seed: int = 0, **optio
 
 
 def cut_batch(step: int, rank: int, ranks: int) -> Tensor:
-    """[12 / ranks, 6] int64: the rank's part of a step's tokens, however many ranks share them."""
+    """Return [12 / ranks, 6] int64: the rank's part of a step's tokens, for any number of ranks."""
     tokens = torch.randint(WORDS, (12, 6), generator=torch.Generator().manual_seed(step))
     return tokens.chunk(ranks)[rank]
 
@@ -143,7 +143,7 @@ def train_cut_words(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimiz
 
 @cache
 def train_words_plain(steps: int) -> dict[str, Tensor]:
-    """The model and the gradients' norms of one process."""
+    """Return the model and the gradients' norms of one process."""
     model = build_seeded_model(make=CutWordsModel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     norms = train_words(model, optimizer, range(steps), 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))

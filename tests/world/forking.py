@@ -1,8 +1,8 @@
-"""A program whose ranks fork in the midst of training, in every way that programs do; started by test_fork.py.
+"""A program with ranks that fork during training, in every way that programs do; started by test_fork.py.
 
     python forking.py init|gloo|shm PRESET
 
-Each rank trains twice, once undisturbed, and compares the bits. A child says by its exit status what it found.
+Each rank trains twice, once undisturbed, and compares the bits. A child reports by its exit status.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import npuzero
 from npuzero import comm
 from world.toy import build_seeded_model, toy_loss, toy_tokens
 
-#: Seconds that a child may take: half of what its rank is given.
+#: Seconds that a child may take: half of its rank's limit.
 CHILD_S = 30
 
 
 def forked_child(child: Callable[[], object]) -> Callable[..., None]:
-    """What forks; the child does ``child()`` and then ends as Python processes do, atexit and all."""
+    """Fork; the child runs ``child()`` and then ends as Python processes do, atexit included."""
 
     def fork(*training: Any) -> None:
         pid = os.fork()
         if pid == 0:
-            faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs
+            faulthandler.register(signal.SIGALRM, chain=True)  # prints the stack of a hanging child
             signal.alarm(CHILD_S)
             child(*training)
             sys.exit(0)
@@ -65,7 +65,7 @@ def drops_everything(training: ForkTraining) -> None:
 
 
 def uses_npuzero(training: ForkTraining) -> None:
-    """All that would reach the other ranks says that a world does not survive a fork; a world of one is fine."""
+    """Every call that would reach another rank raises: a world does not survive a fork. A world of one does."""
     for call in (
         npuzero.init,
         lambda: npuzero.zero(build_seeded_model()),
@@ -85,10 +85,10 @@ def uses_npuzero(training: ForkTraining) -> None:
 
 
 def writes_into_the_model(training: ForkTraining) -> None:
-    """Into parameters, gradients and whatever memory of theirs the ranks share."""
+    """Write into parameters, gradients and all their memory that the ranks share."""
     for tensor in gc.get_objects():
         if issubclass(type(tensor), Tensor) and tensor.is_floating_point() and tensor.numel():
-            with contextlib.suppress(npuzero.StateError):  # what is still under way does not come any more
+            with contextlib.suppress(npuzero.StateError):  # pending work does not arrive after a fork
                 tensor.detach().fill_(3.0)
 
 
@@ -102,14 +102,14 @@ def check_fork_refused(call: Callable[[], object]) -> None:
 
 
 def loads_data(training: ForkTraining) -> None:
-    """A DataLoader whose workers end in the midst of training."""
+    """A DataLoader with workers that end during training."""
     loader = torch.utils.data.DataLoader([toy_tokens(0, 0, 0)] * 6, num_workers=2, multiprocessing_context="fork")
     for _ in loader:
         training.exchange()
 
 
 def uses_a_pool(training: ForkTraining) -> None:
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:  # new workers come from a thread
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:  # a thread starts new workers
         results = [pool.apply_async(abs, (-number,)) for number in range(4)]
         training.exchange()
         assert [result.get(CHILD_S) for result in results] == list(range(4))
@@ -136,19 +136,19 @@ class ForkTraining:
         return toy_loss(self.model, toy_tokens(step, 0, self.rank))
 
     def exchange(self) -> None:
-        """Something on the way between the ranks, by torch's means and ours."""
+        """Keep operations in flight between the ranks, torch's and npuzero's."""
         for all_reduce in (dist.all_reduce, lambda total: self.communicator.all_reduce(total).wait()):
             total = torch.ones(1000)
             all_reduce(total)
             assert torch.equal(total, torch.full((1000,), 2.0))
 
     def run(self, disturb: Callable[[ForkTraining, int], None]) -> dict[str, Tensor]:
-        """Disturbed between the parts of a step, and within its forward and backward."""
+        """Fork between the parts of a step, and within its forward and backward."""
         count, parent = 0, os.getpid()
 
         def now(*_: object) -> None:
             nonlocal count
-            if os.getpid() == parent:  # children run the model, too
+            if os.getpid() == parent:  # children run the model as well
                 count += 1
                 disturb(self, count)
 

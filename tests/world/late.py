@@ -1,7 +1,7 @@
-"""Delayed updates by hand: by plain torch, and by an engine that keeps everything on the device.
+"""Delayed updates by hand: in plain torch, and by an engine with everything on the device.
 
-Each ``step()`` makes the parameters what the gradients of the step before it make of them, by the learning rate, scale
-and skip of that step. So the model computes with parameters that are one update older than its masters.
+Each ``step()`` applies the gradients of the step before, with the learning rate, scale and skip of that step. So the
+model computes with parameters that are one update older than its masters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .train import CutSession, PlainSession, State
 
 
 class DelayedOptimizer:
-    """An optimizer of torch's, one step late: what a plan with ``lag=1`` has to be equal to."""
+    """Run a torch optimizer one step late: the oracle of a plan with ``lag=1``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -58,22 +58,22 @@ class DelayedOptimizer:
 
 
 class LateSession(CutSession):
-    """The engine's own delayed updates."""
+    """Run the engine's own delayed updates."""
 
     def stepped(self) -> None:
-        """A step has been taken."""
+        """Record that a step has been taken."""
 
     def seen(self) -> State:
-        """The parameters that the model computes with."""
+        """Return the parameters that the model computes with."""
         return self.state()
 
     def ends(self) -> None:
-        """Nothing is to be pending any more."""
+        """Flush the pending update."""
         npuzero.apply_pending(self.model)
 
 
 class HandSession(LateSession):
-    """An engine whose updates are at once, and whose model computes with the parameters of one update ago."""
+    """Run an engine that updates at once, with a model that computes with the parameters of one update ago."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -100,7 +100,7 @@ class HandSession(LateSession):
 
 
 class PlainLateSession(PlainSession):
-    """Plain torch's."""
+    """Run plain torch."""
 
     def optimizer(self, *arguments: Any, **options: Any) -> Any:
         self._delayed = DelayedOptimizer(super().optimizer(*arguments, **options))
@@ -117,7 +117,7 @@ class PlainLateSession(PlainSession):
 
 
 class _SeenValue(torch.autograd.Function):
-    """The value of one tensor, with the gradient of another."""
+    """Take the value of one tensor, and the gradient of another."""
 
     @staticmethod
     def forward(_: Any, parameter: Tensor, value: Tensor) -> Tensor:

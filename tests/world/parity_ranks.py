@@ -1,4 +1,4 @@
-"""What a rank of a job of real processes does: train by DDP, then by every preset, and compare on the spot."""
+"""The program of a rank in a job of processes: train by DDP, then by every preset, and compare there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CLIPPED = TrainingRecipe(steps=5, clip=0.5, groups=True)
 FOUR = TrainingRecipe(micro_batches=4, clip=0.5, groups=True)
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-#: What a job does: recipes, and the plans that train by them.
+#: A job: recipes, and the plans that train by them.
 Work = Mapping[TrainingRecipe, Sequence[str]]
 
 
 class DdpSession(PlainSession):
-    """torch's DistributedDataParallel, on one rank."""
+    """Run torch's DistributedDataParallel on one rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(DistributedDataParallel(build_seeded_model(), find_unused_parameters=True), [rank], world)
@@ -32,7 +32,7 @@ class DdpSession(PlainSession):
 
 
 def check_equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[TrainingRecipe, str], str]:
-    """Train by each plan: as DDP does, the same on all ranks, and stages bit for bit alike with one micro-batch.
+    """Train by each plan: equal to DDP, the same on all ranks, and equal bits across stages with one micro-batch.
 
     Returns:
         A digest of each outcome's bits.

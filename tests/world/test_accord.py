@@ -1,4 +1,4 @@
-"""Ranks that train by different rules are told so, each of them: which group and option, which rank, what each has."""
+"""Ranks that train by different rules: each gets an error with the group, the option, the rank and all values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ QUICK = ("zero0", "zero3", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow) for plan in npuzero.PRESETS]
 )
-SIZE, ODD = 4, 2  # ranks, two a node; the one that does something else
+SIZE, ODD = 4, 2  # ranks, two per node; the rank that differs
 
-#: A training loop as its user wrote it; the flag says whether this rank is the odd one.
+#: A user's training loop; the flag marks the odd rank.
 Loop = Callable[[CutSession, bool], None]
 
 
@@ -91,7 +91,7 @@ def another_class_of_torchs(session: CutSession, odd: bool) -> None:
 
 
 def other_groups(session: CutSession, odd: bool) -> None:
-    """The rank decays what the others do not."""
+    """The rank decays parameters that the remaining ranks do not."""
     decays = [p for p in session.model.parameters() if p.dim() >= (1 if odd else 2)]
     others = [p for p in session.model.parameters() if p.dim() < (1 if odd else 2)]
     accord_step(
@@ -185,7 +185,7 @@ CASES: dict[Loop, tuple[dict[str, Any], Any, Any]] = {
 
 
 def rank_errors(loop: Loop, **options: Any) -> list[ConfigError]:
-    """What each rank gets."""
+    """Return the error of each rank."""
 
     def rank(world: World) -> ConfigError:
         session = CutSession(build_seeded_model(), world, **options)
@@ -244,7 +244,7 @@ def test_a_step_after_all_have_the_same_again(plan: str) -> None:
 
 
 def run_legal_programs(world: World, plan: str) -> None:
-    """Programs whose ranks do things that change nothing in another order, or with objects of their own."""
+    """Programs with harmless differences between ranks: another order, or separate objects."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     session = CutSession(model, world, plan=plan, local_size=2)
     x = torch.ones(2, 4)
@@ -261,12 +261,12 @@ def run_legal_programs(world: World, plan: str) -> None:
     first = npuzero.AdamW(groups if world.rank else groups[::-1], foreach=None)
     steps(first)
     if world.rank == 1:
-        npuzero.Adam(model.parameters(), lr=1.0)  # only looked at
+        npuzero.Adam(model.parameters(), lr=1.0)  # never stepped
     model(x).sum().backward()
     session.clip(1.0)
     first.step()
     first.zero_grad()
-    # Another takes the place of the first, which some ranks keep.
+    # A new optimizer replaces the first, which some ranks keep.
     second = npuzero.ZeroOptimizer(torch.optim.SGD, sorted(model.parameters(), key=id), lr=float("nan"))
     if world.rank:
         del first
@@ -279,7 +279,7 @@ def test_what_ranks_may_do_differently(plan: str) -> None:
 
 
 def test_the_words_are_exchanged_only_where_something_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A steady step asks nobody, whatever the schedule does."""
+    """A steady step exchanges nothing, under any schedule of options."""
 
     def rank(world: World) -> int:
         session = CutSession(build_seeded_model(), world, plan="zero3")

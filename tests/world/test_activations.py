@@ -1,4 +1,4 @@
-"""Inputs of torch's activation checkpointing on the host: the same bits, exact bytes, two tensors on the device."""
+"""Inputs of torch's activation checkpointing, offloaded to the host: the same bits, exact bytes, two on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npuzero.errors import ConfigError, StateError
 
 from .toy import build_seeded_model
 
-# Dynamo looks at gradients of what is no leaf, and ranks that are threads undo each other's silence.
+# Dynamo reads gradients of non-leaf tensors, and ranks that are threads undo each other's warning filters.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 DIM, LAYERS, TOKENS = 128, 4, 256
@@ -40,7 +40,7 @@ class NormMlp(nn.Module):
 
 
 class CheckpointedChain(nn.Module):
-    """Blocks, of which each ``interval`` are checkpointed together, and so many tensors kept."""
+    """Blocks, checkpointed in groups of ``interval``, with this many tensors kept."""
 
     reentrant, interval, kept = False, 1, LAYERS
 
@@ -74,7 +74,7 @@ class PairsChain(CheckpointedChain):
 
 
 class NestedChain(CheckpointedChain):
-    """Each block twice under a checkpoint: what the inner one keeps is not kept at all."""
+    """Each block twice under a checkpoint: the inner one's tensors are not kept at all."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         return checkpoint(super().checkpointed, at, x, use_reentrant=self.reentrant)
@@ -85,7 +85,7 @@ class NestedReentrant(NestedChain):
 
 
 class TransposedChain(CheckpointedChain):
-    """Inputs that lie otherwise in memory: sums depend on it."""
+    """Inputs with other strides: sums depend on the memory order."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         return super().checkpointed(at, x.t().contiguous().t())
@@ -99,7 +99,7 @@ class TwiceChain(CheckpointedChain):
 
 
 class EncodedChain(CheckpointedChain):
-    """All checkpoints keep one tensor beside their input, and it moves once."""
+    """All checkpoints keep one tensor in addition to their input, and it moves once."""
 
     kept = LAYERS + 1
 
@@ -117,7 +117,7 @@ class EncodedReentrant(EncodedChain):
 
 
 class WithWeights(CheckpointedChain):
-    """Checkpoints that keep parameters, and views of them, beside the input."""
+    """Checkpoints that keep parameters, and views of them, in addition to the input."""
 
     def checkpointed(self, at: int, x: Tensor) -> Tensor:
         block = self.blocks[at]
@@ -193,7 +193,7 @@ def train_both_ways(
     ranks: int = 1,
     **options: Any,
 ) -> list[Any]:
-    """Train with activations on the device and on the host: the same bits. Return what ``loop`` did, by rank."""
+    """Train with activations on the device and on the host: the same bits. Return the results of ``loop`` by rank."""
 
     def train(plan: Plan, world: World) -> tuple[dict[str, Tensor], Any]:
         run = ActivationRun(make, plan, world, **options)
@@ -223,7 +223,7 @@ def test_in_bf16_two_bytes_an_element_move_each_way(make: type[CheckpointedChain
 
 
 def test_the_device_holds_two_inputs_and_the_host_all_of_them() -> None:
-    """The one that is computed with, and one on its way; they come and go at the same addresses of the host."""
+    """One in use and one in transit; they use the same host addresses each time."""
     alive: list[weakref.ref[Any]] = []
     most: list[int] = []
 
@@ -243,13 +243,13 @@ def test_the_device_holds_two_inputs_and_the_host_all_of_them() -> None:
         return held
 
     gc.collect()
-    gc.freeze()  # what other tests have left is not looked through each time
+    gc.freeze()  # so that no collection scans the objects of earlier tests
     (held,) = comm.run_threads(1, rank)
     assert set(held) == {max(LAYERS * INPUT, 2**20)}
     assert len(most) == 8 * LAYERS and max(most) <= 3
 
 
-# What programs do with forwards and backwards, and how many inputs move each way.
+# Orders of forwards and backwards in programs, and the number of inputs that move each way.
 
 
 def accumulates(run: ActivationRun) -> None:
@@ -334,7 +334,7 @@ def shapes_change(run: ActivationRun) -> None:
         run.end()
 
 
-LOOPS = {  # and how many inputs a step has at once, at most
+LOOPS = {  # and the peak number of inputs in a step
     accumulates: 1,
     forwards_first: 3,
     backward_twice: 1,
@@ -411,7 +411,7 @@ def test_a_model_without_checkpointing_moves_nothing() -> None:
 
 
 def test_hooks_of_the_program_come_first() -> None:
-    """Within others around the model, as of a checkpoint of all of it, nothing is moved twice or kept for nothing."""
+    """Under nested hooks around the model, as of a checkpoint of the full model, no tensor is moved twice or leaked."""
 
     def loop(run: ActivationRun) -> tuple[int, int]:
         for step in range(3):

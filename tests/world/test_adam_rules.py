@@ -1,4 +1,4 @@
-"""Adam's other rules, L2 decay and moments as they are, beside a plain form of the published formulas."""
+"""Adam's variants, with L2 decay and unbiased moments, compared with a plain form of the published formulas."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_over_a_sharded_model(kind: str, corrects: bool, plan: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_and_devices_that_count_give_the_same_bits(kind: str) -> None:
-    """Whether the host knows the coefficients or the device computes them; two other numbers without bias terms."""
+    """The host may know the coefficients, or the device compute them; two other numbers without bias terms."""
 
     def scenario(session: Session, corrects: bool = False, **options: Any) -> State:
         optimizer = build_adam_rule(session, kind, corrects, **options)

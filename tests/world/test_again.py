@@ -47,7 +47,7 @@ def test_a_second_init_with_other_wishes_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_who_keeps_the_store_ends_after_the_others(tmp_path: Path) -> None:
-    """All do the same; rank 0 has done it first, and its process is the store's."""
+    """All do the same; rank 0 ends first, and its process keeps the store."""
     program = tmp_path / "rank.py"
     program.write_text(
         "import time, npuzero\n"
@@ -80,5 +80,5 @@ SLOW = [pytest.param(then, marks=pytest.mark.slow) for then in ("a new communica
 
 @pytest.mark.parametrize("then", ["exchange", *SLOW])
 def test_the_store_ends_with_rank_0(then: str) -> None:
-    """Everybody else is told whose store it was, where, and what to do."""
+    """Every remaining rank learns which rank kept the store, where, and what to do."""
     _check_ended_well(run_faulty_ranks(again.keeper_ends, 3, then, agent=False), but=0)

@@ -25,7 +25,7 @@ every_plan = pytest.mark.parametrize(
 
 
 class CheckpointedToyGPT(ToyGPT):
-    """Its blocks' activations are computed again in backward."""
+    """A model that recomputes its blocks' activations in backward."""
 
     reentrant = False
 
@@ -71,7 +71,7 @@ def train_autocast(plan: str, model: str) -> State:
 @every_plan
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_plain_torchs(plan: str, model: str) -> None:
-    """Weights that differ in a last place now and then are rounded to another bfloat16, which moves a gradient by an
+    """Weights that differ in the last bit may round to another bfloat16, which moves a gradient by an
     eighth of a percent.
     """
     assert_states_close(train_autocast(plan, model), plain_autocast(), bound=2e-3)
@@ -90,7 +90,7 @@ def test_checkpointing_changes_no_bit(plan: str) -> None:
 
 
 class CastCounter(TorchDispatchMode):
-    """Bfloat16 copies of parameters made so far, as long as somebody keeps them."""
+    """Count the bfloat16 copies of parameters made so far that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class CastCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("plan", ["zero3", "zero3-keep"])
 def test_the_cache_keeps_no_copy_of_what_is_released(plan: str) -> None:
-    """Copies are made of each block's four matrices and three biases; none outlives its block."""
+    """Each block's four matrices and three biases are copied; no copy outlives its block."""
 
     def rank(world: World) -> list[tuple[int, int]]:
         session = CutSession(build_seeded_model(make=CheckpointedToyGPT), world, plan=plan)

@@ -1,4 +1,4 @@
-"""Axes beside those of data: what ranks repeat, sum and cut, under every preset, equals one process."""
+"""Axes other than data: parameters that ranks replicate, sum and cut equal one process, under every preset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIM, HIDDEN, STEPS = 12, 48, 4
 
 
 class PerceptronNet(nn.Module):
-    """A perceptron whose hidden elements may be cut over ranks; its ``scale`` sees a part of them on each."""
+    """An MLP with hidden elements that may be cut over ranks; its ``scale`` sees a part of them on each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PerceptronNets(nn.Module):
 
 
 def divide_perceptrons(mesh: Mesh, make: Callable[[], nn.Module] = PerceptronNets) -> nn.Module:
-    """This rank's part: hidden elements are cut, ``scale``'s gradients are parts of a sum, norms are repeated."""
+    """Return this rank's part: hidden elements are cut, ``scale``'s gradients are summed, norms are replicated."""
     model, n, index = build_seeded_model(make=make), mesh.size(("tensor",)), mesh.index(("tensor",))
     for net in model.blocks:
         net.group = mesh.communicator(("tensor",), "tensor")
@@ -108,7 +108,7 @@ def train_axes_rank(
 
 
 def join_cut_tensors(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The cut tensors of tensor ranks side by side."""
+    """Concatenate the cut tensors of tensor ranks."""
     found = dict(states[0])
     for name in found:
         dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name.split(".", 2)[-1])
@@ -146,7 +146,7 @@ def test_more_tensor_ranks_train_one_model(plan: str, size: int, tensor: int) ->
 
 
 class DifferingRows(nn.Module):
-    """A layer whose rows differ by data rank, between layers that ranks share."""
+    """A layer with different rows on each data rank, between layers that ranks share."""
 
     def __init__(self, group: Communicator | None = None, own: slice = slice(None)) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class DifferingRows(nn.Module):
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp"])
 def test_a_parameter_may_be_cut_over_data_ranks(plan: str) -> None:
-    """Its gradients are this rank's own, of what all ranks computed with it; nothing of it is sharded or sent."""
+    """Its gradients are this rank's own, from all ranks' computations; it is neither sharded nor sent."""
 
     def rank(world: World) -> dict[str, Tensor]:
         mesh = npuzero.mesh(local_size=2, world=world)
@@ -297,7 +297,7 @@ def test_a_mesh_is_rank_arithmetic(sizes: dict[str, int]) -> None:
 
 
 def test_pods_hold_what_a_plan_does_not_shard_over_them() -> None:
-    """Parameters within groups of two, states over two groups, and both again in the other pod: the same numbers."""
+    """Parameters within groups of two, states over two groups, and the same in the other pod: equal numbers."""
     within, across = npuzero.Placement(("local",)), npuzero.Placement(("local", "node"))
     plan = npuzero.Plan(within, within, within, across, name="weights and states")
 
@@ -340,7 +340,7 @@ class CheckpointedNets(PerceptronNets):
 
 @pytest.mark.parametrize("memory", [npuzero.Memory.DEVICE, npuzero.Memory.HOST])
 def test_of_activations_that_tensor_ranks_hold_alike_each_keeps_a_part(memory: npuzero.Memory) -> None:
-    """ZeRO-R's P_a: the same bits, half the bytes, and a gather of each on its way back."""
+    """ZeRO-R's P_a: the same bits, half the bytes, and one all-gather of each before backward."""
     plain_plan = npuzero.Plan.preset("zero2")
     divided_plan = replace(plain_plan, activations=npuzero.Placement(("tensor",), memory))
 

@@ -1,4 +1,4 @@
-"""Bytes by axis, between nodes and inside them: foretold and measured alike, for sizes that divide nothing."""
+"""Bytes by axis, between and inside nodes: predicted equals measured, for sizes that divide nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERBS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 class OddSizedModel(nn.Module):
-    """Of no parameter is the size divided by any number of ranks; shards are longer than the shortest message."""
+    """A model with no parameter size that a number of ranks divides; shards exceed the shortest message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OddSizedModel(nn.Module):
 
 
 def train_odd_sized(world: World, local: int, plan: str, precision: Precision) -> Report:
-    """What a rank measured over the last step."""
+    """Return a rank's measurements of the last step."""
     model = npuzero.zero(build_seeded_model(make=OddSizedModel), plan=plan, local_size=local, precision=precision)
     optimizer = npuzero.AdamW(model.parameters())
     for step in range(STEPS):
@@ -46,7 +46,7 @@ def train_odd_sized(world: World, local: int, plan: str, precision: Precision) -
         npuzero.clip_grad_norm_(model, 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    npuzero.full_state_dict(model, rank0_only=False)  # takes part in the last step's gathers
+    npuzero.full_state_dict(model, rank0_only=False)  # finishes the all-gathers of the last step
     return npuzero.report(model)
 
 
@@ -71,8 +71,8 @@ def test_a_rank_sends_along_each_axis_what_was_foretold(
 
 
 #: By axis, bytes that a rank of two nodes of four sends for each element in bfloat16 and one micro-batch. Sums that
-#: ranks with the same states finish travel in float32: of ``zero0`` and ``hsdp``. In 8 and in 4 bits a scale of 16 bits
-#: comes on top, for 256 and for 128 elements.
+#: ranks with equal states finish travel in float32: in ``zero0`` and ``hsdp``. In 8 and in 4 bits a 16-bit scale
+#: is added, per 256 and per 128 elements.
 SENT = {
     "zero0": {"node": 3.0, "local": 2.25},
     "zero1": {"node": 2.0, "local": 1.5},

@@ -1,4 +1,4 @@
-"""Training loops as users write them: whatever torch's autograd and optimizers allow, a cut model allows too.
+"""Training loops as users write them: a sharded model allows everything that torch's autograd and optimizers allow.
 
 Each scenario runs by plain torch and by npuzero, and must leave the same model.
 """
@@ -16,7 +16,7 @@ import npuzero
 from world.toy import ToyBlock, ToyGPT, toy_loss, toy_tokens
 from world.train import Session, State, check_equals_plain
 
-#: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
+#: Plans that use every rule of the table; `make test-all` runs the remaining plans.
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
@@ -24,7 +24,7 @@ every_plan = pytest.mark.parametrize(
 
 
 def run_adamw_steps(session: Session, passes: Callable[[int], None], count: int = 3) -> None:
-    """``count`` steps of AdamW after the backward passes that ``passes(step)`` makes."""
+    """Take ``count`` steps of AdamW after the backward passes of ``passes(step)``."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(count):
         passes(step)
@@ -116,7 +116,7 @@ def evaluation_between_forward_and_backward(session: Session) -> None:
 
 
 def gradients_of_a_loss_by_autograd_grad(session: Session) -> State:
-    """Asked for by hand, before, between and after backward passes: what .grad holds is not disturbed."""
+    """Called by hand, before, between and after backward passes: .grad is unchanged."""
     norms = []
 
     def look(step: int) -> None:
@@ -149,7 +149,7 @@ def units_in_another_order_each_time(session: Session) -> None:
 
 
 def branches_that_differ_between_ranks(session: Session) -> None:
-    """As under DDP: a parameter that any rank used has a gradient on all, the others' count as zero."""
+    """As under DDP: a parameter used on any rank has a gradient on all; unused ones count as zero."""
 
     def passes(step: int) -> None:
         for micro_batch in range(2):
@@ -179,7 +179,7 @@ def units_that_differ_between_ranks(session: Session) -> None:
 
 
 def ranks_without_a_batch(session: Session) -> None:
-    """Where no unit is gathered, a rank that has nothing to do in a step need do nothing."""
+    """Where no unit is all-gathered, a rank without work in a step need not call anything."""
 
     def passes(step: int) -> None:
         losses = [toy_loss(session.model, toy_tokens(step, 0, rank)) for rank in session.ranks if rank != step]
@@ -234,7 +234,7 @@ def zero_grad_of_the_model(session: Session) -> None:
 
 
 def zeros_instead_of_none(session: Session) -> None:
-    """Of the model, of a module that has it as a part, of each of its parts, and written out."""
+    """Of the model, of its parent module, of each submodule, and written out."""
 
     def written_out() -> None:
         for parameter in session.model.parameters():
@@ -295,7 +295,7 @@ def some_gradients_that_are_dropped(session: Session) -> State:
 
 
 def some_gradients_that_are_kept(session: Session) -> None:
-    """Only a part of the model is zeroed after each step, while the use of that part wanders from rank to rank."""
+    """Only a part of the model is zeroed after each step, while its use moves from rank to rank."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(3):
 
@@ -311,7 +311,7 @@ def some_gradients_that_are_kept(session: Session) -> None:
 
 
 def parameters_left_out_of_some_steps(session: Session) -> None:
-    """Each has a step count of its own, by which its update is corrected."""
+    """Each parameter has a separate step count for its bias correction."""
 
     def passes(step: int) -> None:
         session.loss(step).backward()
@@ -392,7 +392,7 @@ def autocast_over_float32(session: Session) -> None:
 
 
 class BranchingBlock(ToyBlock):
-    """Has two more layers, and runs the one it is told to, or none."""
+    """A model with two more layers, which runs the chosen one, or none."""
 
     def __init__(self, dim: int, frozen_norm: bool = False) -> None:
         super().__init__(dim, frozen_norm)
@@ -404,7 +404,7 @@ class BranchingBlock(ToyBlock):
 
 
 class BranchingGPT(ToyGPT):
-    """Runs the blocks it is told to, and in each the branch it is told to."""
+    """A model that runs the chosen blocks, and in each the chosen branch."""
 
     def __init__(self) -> None:
         super().__init__(block=BranchingBlock)

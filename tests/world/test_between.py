@@ -1,4 +1,4 @@
-"""What ``Plan.between`` keeps between the micro-batches of a step moves bytes, as foretold, and no bit."""
+"""Tensors kept between micro-batches by ``Plan.between`` move the predicted bytes, and change no bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_between(preset: str, between: Axes | None, precision: str = "bf16") -> Plan:
-    """A preset, or with ``+host+parameters`` and the like one that is offloaded."""
+    """Return a preset, or with ``+host+parameters`` and the like an offloaded one."""
     row, _, offload = preset.partition("+")
     plan = Plan.preset(row, local_size=LOCAL, precision=precision)
     plan = plan.offloaded(offload) if offload else plan
@@ -38,7 +38,7 @@ def plan_between(preset: str, between: Axes | None, precision: str = "bf16") -> 
 
 
 def run_between(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> list[tuple[State, Report]]:
-    """What each rank has in the end, and measured over the last step."""
+    """Return each rank's final state, and its measurements of the last step."""
 
     def rank(world: World) -> tuple[State, Report]:
         session = CutSession(build_seeded_model(), world, plan=plan, settings=Settings(**settings))
@@ -50,7 +50,7 @@ def run_between(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> list[tup
 
 
 def assert_between_predicted(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> list[State]:
-    """Every rank held, sent and moved exactly what was foretold; the states in the end."""
+    """Check that every rank held, sent and moved the predicted bytes; return the final states."""
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None, "settings": Settings(**settings)}
     expected = npuzero.predict(build_seeded_model(), plan, SIZE, **facts)
     found = run_between(plan, recipe, **settings)
@@ -61,7 +61,7 @@ def assert_between_predicted(plan: Plan, recipe: TrainingRecipe, **settings: Any
     return [state for state, _ in found]
 
 
-# Unsharded, and in part: less than is kept after forward, as much, and more.
+# Unsharded, and partly: less than is kept after forward, as much, and more.
 CASES = [
     ("zero3", ()),
     ("zero3", ("node",)),
@@ -135,7 +135,7 @@ def adds_up_alone(session: CutSession, step: int) -> State:
 
 
 class RefusedForward(RuntimeError):
-    """What a module raises."""
+    """The error of a module."""
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def catches_a_forward(session: CutSession, step: int) -> State:
 
 
 def catches_a_backward(session: CutSession, step: int) -> State:
-    """The step begins anew."""
+    """Restart the step."""
     run_micro_batches(session, step)
     with expect_refused_forward(session.model.blocks[1].register_full_backward_hook(raise_refused_forward)):
         session.loss(step, 1).backward()
@@ -218,7 +218,7 @@ class ReentrantToyBlock(ToyBlock):
 
 
 class ClampingBlock(ToyBlock):
-    """Writes into its weight in each forward."""
+    """A module that writes into its weight in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -302,7 +302,7 @@ def test_updates_that_begin_early_or_end_late(lag: int) -> None:
 
 
 def test_a_pipelines_order_gathers_once_a_step() -> None:
-    """Four micro-batches, of which two are under way at a time."""
+    """Four micro-batches, two in flight at a time."""
 
     def rank(world: World) -> Report:
         session = CutSession(build_seeded_model(), world, plan=plan_between("zero3", ()))

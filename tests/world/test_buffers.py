@@ -1,4 +1,4 @@
-"""What forwards write into buffers: each rank's own, rank 0's as under DDP, or their average."""
+"""Buffers written in forward: each rank's own, rank 0's as under DDP, or their average."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class BatchNormModel(nn.Module):
-    """BatchNorm, whose statistics are of its rank's own batches, beside an integer and a low-precision buffer."""
+    """BatchNorm with its rank's own statistics, next to an integer and a low-precision buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def buffers_batch(step: int, rank: int) -> Tensor:
 
 @cache
 def buffers_after_training(plan: str, rule: str | None, steps: int = 3) -> list[dict[str, Tensor]]:
-    """Each rank's buffers as an evaluation after some steps has them."""
+    """Return each rank's buffers in an evaluation after some steps."""
 
     def rank(world: World) -> dict[str, Tensor]:
         model: Any = npuzero.zero(
@@ -48,7 +48,7 @@ def buffers_after_training(plan: str, rule: str | None, steps: int = 3) -> list[
         )
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
         for step in range(steps):
-            # Two forwards before a backward, as an adversary's loss has them.
+            # Two forwards before a backward, as for an adversarial loss.
             (
                 model(buffers_batch(step, world.rank)).square().sum() + model(buffers_batch(step, world.rank)).sum()
             ).backward()

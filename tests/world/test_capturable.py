@@ -1,4 +1,4 @@
-"""lr as a tensor, and steps that a graph can capture: what of it a CPU can show. The rest is in tests/cuda."""
+"""lr as a tensor, and steps that a graph can capture: the part a CPU can test. The rest is in tests/cuda."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def build_tensor_lr_adamw(session: Session, **options: Any) -> torch.optim.Optimizer:
-    """Of matrices and vectors, each with an lr of their own that is a tensor."""
+    """Groups of matrices and vectors, each with a tensor as its lr."""
     matrices, vectors = toy_param_groups(session.model, TrainingRecipe(groups=True))
     assert isinstance(matrices, dict) and isinstance(vectors, dict)
     groups = [{**matrices, "lr": torch.tensor(1e-2)}, {**vectors, "lr": torch.tensor(2e-2)}]
@@ -100,7 +100,7 @@ def test_a_step_reads_nothing_and_repeats_itself(plan: str | None, scaler: str) 
 
 
 def test_what_is_watched_sees_a_step_that_the_host_counts() -> None:
-    """The test above can fail: without capturable the host tells the kernel its step count."""
+    """Check that the test above can fail: without capturable the host passes its step count to the kernel."""
     session = PlainSession(build_seeded_model(), [0], 1)
     optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
     session.loss().backward()
@@ -147,7 +147,7 @@ def test_the_capture_of_what_the_host_counts_is_refused(monkeypatch: pytest.Monk
 
 
 def train_two_groups(session: Session, tensor: bool, capturable: bool, steps: int = 4) -> State:
-    """By two groups, one of whose members is left out now and then; its weights and states."""
+    """Train by two groups, one of which lacks a gradient now and then; return weights and states."""
     matrices, vectors = toy_param_groups(session.model, TrainingRecipe(groups=True))
     assert isinstance(matrices, dict) and isinstance(vectors, dict)
     lrs = [torch.tensor(lr) if tensor else torch.tensor(lr).item() for lr in (1e-2, 2e-2)]
@@ -289,7 +289,7 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("theirs", THEIRS)
 @pytest.mark.parametrize("ours", OURS)
 def test_states_go_both_ways(ours: str, theirs: str) -> None:
-    """Three steps by one, then three by the other from its state; both ways, against six steps of torch's."""
+    """Three steps by one, then three by its peer from that state; both ways, against six steps of torch's."""
     makers = {
         "ours": lambda p: npuzero.AdamW(p, **{"lr": 1e-2, "amsgrad": True, **OURS[ours]}),
         "theirs": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, **THEIRS[theirs]),
@@ -313,7 +313,7 @@ def test_states_go_both_ways(ours: str, theirs: str) -> None:
         ]
         after.load_state_dict(saved)
         for group, own in zip(after.param_groups, options, strict=True):
-            group.update(own)  # a state brings the options of whoever saved it, as torch's does
+            group.update(own)  # a state has the options of its saver, as torch's has
         assert_same_state(after.state_dict(), saved)
         steps(session, after, 3)
         if first == second:  # going on without the way through a state
@@ -358,7 +358,7 @@ def test_a_cut_state_goes_on_where_it_was(plan: str, capturable: bool) -> None:
 
 
 def test_counts_on_the_device_are_torchs_state() -> None:
-    """A tensor of the parameter's device, beside which torch's hook-writers look; counted from whatever was there."""
+    """A tensor on the parameter's device, as torch's hook-writers read it; counted from its value so far."""
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     optimizer = npuzero.AdamW([first, second], capturable=True)
     for step in range(3):
@@ -381,7 +381,7 @@ def test_counts_on_the_device_are_torchs_state() -> None:
 @pytest.mark.parametrize("scaler", ["LossScaler", "GradScaler"])
 @pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {}], ids=["fused", "capturable", "neither"])
 def test_scaled_plain_steps_decide_as_torchs(options: dict[str, Any], scaler: str) -> None:
-    """With an overflow in the middle; the host is told nothing where the optimizer takes the decision on the device."""
+    """With an overflow in the middle; the host learns nothing of it if the optimizer decides on the device."""
     outcomes = []
     for kind in (npuzero.AdamW, torch.optim.AdamW):
         session = PlainSession(build_seeded_model(), [0], 1)

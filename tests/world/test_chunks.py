@@ -1,4 +1,4 @@
-"""The update in chunks: no bit of any result moves, and what is done goes to the other ranks meanwhile."""
+"""The update in chunks: no bit of any result changes, and finished chunks go to peers during the update."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_chunks_move_no_bit(plan: str, precision: str) -> None:
 
 
 def chunk_events(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
-    """What rank 0 of two did in a step, in order: each "launch", and R4 of each unit as it ends."""
+    """Record rank 0's step in order: each "launch", and R4 of each unit as it ends."""
     update = ops.AdamLine.update
 
     def launched(*arguments: Any) -> None:

@@ -102,7 +102,7 @@ def test_a_norm_beyond_float32s_squares() -> None:
 
 
 class UnevenFlats(nn.Module):
-    """Blocks whose flats are equally long, and whose parameters end at different places in them."""
+    """Blocks with equally long flat parameters, and parameters that end at different offsets in them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class UnevenFlats(nn.Module):
 @pytest.mark.parametrize("plan", ["zero1", "zero2"])
 @pytest.mark.parametrize("dim", [13, 515])
 def test_gaps_count_for_nothing(dim: int, plan: str) -> None:
-    """What memory holds between parameters, where it was another unit's before, is no part of the norm."""
+    """Padding between parameters, with an earlier unit's values in memory, is no part of the norm."""
     orders = (0, 1, 2), (2, 0, 1), (1, 2)
 
     def steps(session: Session) -> State:

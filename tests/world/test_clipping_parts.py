@@ -1,4 +1,4 @@
-"""Clipping exactly what is given: a part of a model, one optimizer's parameters, several models, plain ones beside."""
+"""Clip exactly the given parameters: a part of a model, one optimizer's, several models', plain ones among them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clip_given_values(session: Session, given: Iterable[nn.Parameter], limit: fl
 
 
 def split_by_dimensions(session: Session) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices and vectors, which share every flat, and all of them."""
+    """Matrices and vectors, which share every flat parameter, and all of them."""
     some = [parameter for parameter in session.model.parameters() if parameter.numel()]  # torch has no largest of none
     return [p for p in some if p.dim() > 1], [p for p in some if p.dim() < 2], some
 
@@ -80,7 +80,7 @@ def test_parts_of_a_model(plan: str, p: float) -> None:
 
 @every_plan
 def test_frozen_for_the_moment_and_given_twice(plan: str) -> None:
-    """What is frozen after backward keeps its gradient, which counts where it is given, and nowhere else."""
+    """A parameter frozen after backward keeps its gradient, which counts only where it is given."""
 
     def scenario(session: Session) -> State:
         matrices, vectors, every = split_by_dimensions(session)
@@ -108,7 +108,7 @@ def test_frozen_for_the_moment_and_given_twice(plan: str) -> None:
 
 
 class AdversarialPair(nn.Module):
-    """A generator and a discriminator, each with a loss of its own."""
+    """A generator and a discriminator, each with a separate loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def clipping_batch(step: int, rank: int) -> Tensor:
 
 @every_plan
 def test_only_the_optimizer_that_overflowed_is_skipped(plan: str) -> None:
-    """A scaler looks at each optimizer's own gradients, and so does ``skip_nonfinite_``."""
+    """A scaler checks each optimizer's own gradients, and so does ``skip_nonfinite_``."""
 
     def scenario(session: Session) -> State:
         model = session.model
@@ -134,7 +134,7 @@ def test_only_the_optimizer_that_overflowed_is_skipped(plan: str) -> None:
         scaler = session.scaler(init_scale=4.0, growth_interval=1)
         norms = []
         for step in range(4):
-            # In step 1 the gradients of d overflow; in step 3 too, without a scaler.
+            # In step 1 the gradients of d overflow; without a scaler in step 3 as well.
             loss = session.mean(lambda rank, step=step: model(clipping_batch(step, rank), 1e39 if step % 2 else 1.0))
             if step < 2:
                 scaler.scale(loss).backward()
@@ -161,7 +161,7 @@ def test_only_the_optimizer_that_overflowed_is_skipped(plan: str) -> None:
 
 
 def step_overflowing_pair(world: World, checked: str) -> dict[str, bool]:
-    """Whether g and d have moved by steps of an optimizer each, where the gradients of d overflow."""
+    """Tell whether g and d have moved, each by its optimizer's step, where the gradients of d overflow."""
     model = npuzero.zero(build_seeded_model(0, AdversarialPair), world=world, plan="zero2")
     assert isinstance(model, AdversarialPair)
     before = npuzero.full_state_dict(model, rank0_only=False)
@@ -185,7 +185,7 @@ def test_an_overflow_skips_every_optimizer_of_what_was_checked() -> None:
 
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
 def test_two_models_and_a_plain_one(plan: str) -> None:
-    """One norm over all of them, as diffusers clip: the plain one's gradients are the same on all ranks."""
+    """One norm over all of them, as diffusers clips: the plain model's gradients are the same on all ranks."""
 
     def run(world: World | None) -> State:
         models = [build_seeded_model(seed, AdversarialPair) for seed in (1, 2)]

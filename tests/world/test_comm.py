@@ -72,7 +72,7 @@ def test_a_rank_that_brings_nothing_where_others_bring_something_is_told(numel: 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a policy of Linux")
 def test_what_a_rank_says_is_there_is_there() -> None:
-    """Both ranks are on one core, and rank 0 gives way as soon as it wakes the other: it has posted, and no more."""
+    """Both ranks are on one core, and rank 0 yields as soon as it wakes its peer: it has only posted."""
     kib_64 = 2**14
     numels = (1, kib_64 - 1, kib_64, kib_64 + 1, kib_64, 2 * kib_64)
 
@@ -143,7 +143,7 @@ def test_sends_as_accelerators_make_them(tmp_path: Path) -> None:
 
 
 def _as_on_accelerators(world: World) -> None:
-    """By torch's isend and irecv alone, with gloo where nccl or hccl would be."""
+    """Use torch's isend and irecv only, with gloo in place of nccl or hccl."""
     ranks = range(world.size)
     backend = make_group(ranks, "gloo", "device", timeout_s=20.0)
     group = AcceleratorCommunicator(backend, ranks, world.rank, "stages", torch.device("cpu"), "nccl")
@@ -218,14 +218,14 @@ def _buffers_come_and_go(world: World) -> None:
 
 
 def _arena_bytes() -> int:
-    """What the file behind this process's buffers holds."""
+    """Return the size of the file behind this process's buffers."""
     fds = [fd for fd in Path("/proc/self/fd").iterdir() if "npuzero-arena" in os.path.realpath(fd)]
     (fd,) = fds
     return 512 * os.stat(fd).st_blocks
 
 
 def _in_forked_child(action: Callable[[], object]) -> None:
-    """Runs `action` in a copy of this process; what it frees at its end must not be taken from this one."""
+    """Run `action` in a fork of this process; memory freed at its end must not be taken from the parent."""
     child = os.fork()
     if child == 0:
         action()
@@ -254,7 +254,7 @@ def _shared_memory_names() -> set[str]:
 
 @pytest.mark.world
 def test_torchrun(tmp_path: Path) -> None:
-    """The launcher's variables alone are enough; the default for CPU ranks of one host is shared memory."""
+    """The launcher's variables are enough; the default for CPU ranks of one host is shared memory."""
     _launch_two_ranks(
         tmp_path / "rank.py",
         "import torch\n"
@@ -270,7 +270,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.world
 def test_ranks_that_nobody_joined_do_not_train_apart(tmp_path: Path) -> None:
-    """zero() without init() takes the launcher's word for how many ranks there are."""
+    """zero() without init() reads the number of ranks from the launcher's variables."""
     _launch_two_ranks(
         tmp_path / "rank.py",
         "import torch, npuzero\n"
@@ -290,7 +290,7 @@ def _launch_two_ranks(script: Path, program: str) -> None:
 
 
 def test_beside_compute_a_rank_that_has_not_begun_is_slept_for():
-    """Looking again for it, as who has nothing else to do does, takes 50 us of a core each time."""
+    """Polling for it, as an idle thread does, takes 50 us of a core each time."""
 
     def body(world: World) -> int:
         group = world.communicator((0, 1), "late")
@@ -299,12 +299,12 @@ def test_beside_compute_a_rank_that_has_not_begun_is_slept_for():
             group.barrier()
             before = group.native.looks
             if world.rank == 0:
-                handle = group.all_reduce(buffer)  # its progress thread is alone with it for a while
+                handle = group.all_reduce(buffer)  # for a while only its progress thread handles it
                 time.sleep(0.02)
             else:
                 time.sleep(0.01)
                 handle = group.all_reduce(buffer)
-            time.sleep(0.02)  # nobody waits for it until it is done
+            time.sleep(0.02)  # no thread waits for it until it is done
             looked.append(group.native.looks - before)
             handle.wait()
         return statistics.median(looked)

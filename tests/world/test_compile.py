@@ -1,4 +1,4 @@
-"""torch.compile of a model's blocks under zero(): one graph a unit, and the numbers of the model as it was."""
+"""torch.compile of a model's blocks under zero(): one graph a unit, and the numbers of the original model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .train import (
     train_by_recipe,
 )
 
-# Dynamo silences it while it looks at a tensor, for all threads at once: ranks that are threads undo each other's.
+# Dynamo filters warnings while it reads a tensor, for all threads at once: ranks that are threads undo each other's.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 RECIPE = TrainingRecipe(steps=2, micro_batches=2, clip=0.5)
@@ -76,7 +76,7 @@ def train_compiled(
     make: Callable[[], nn.Module] = ToyGPT,
     **zero: Any,
 ) -> State:
-    """Weights and norms of a model that is compiled before ``zero()``, or after it, or not at all."""
+    """Weights and norms of a model compiled before ``zero()``, after it, or not at all."""
     model = build_seeded_model(make=make)
     if how is not None and before:
         how(model, **options)
@@ -90,8 +90,8 @@ def train_compiled(
 
 
 def train_compiled_plain(session: Session, how: Callable[..., None], options: dict[str, Any]) -> State:
-    """The same by torch alone: compilers round in ways of their own."""
-    torch._dynamo.reset()  # its parameters are of another class, for which Dynamo would compile once more
+    """The same by torch alone: compilers round differently."""
+    torch._dynamo.reset()  # its parameters have another class, for which Dynamo would recompile
     how(session.model, **options)
     return train_by_recipe(session, RECIPE)
 
@@ -104,7 +104,7 @@ def expected_compiled(how: Callable[..., None], options: dict[str, Any], **more:
 def check_compiled(
     how: Callable[..., None], before: bool, backend: str, plan: str, bound: float = 10 * BOUND, **more: Any
 ) -> None:
-    """Without a break within a unit, as plain torch trains what it compiles so, and as the engine does without.
+    """Without a graph break within a unit: equal to compiled plain torch, and to the engine without compilation.
 
     Over two micro-batches one gradient nearly vanishes, and Adam makes 4e-5 of another order of its sum.
     """
@@ -151,13 +151,13 @@ def test_checkpointed_blocks() -> None:
 @pytest.mark.parametrize("make", [ToyGPT, CheckpointedBlocksGPT])
 @pytest.mark.parametrize("plan", ["zero0", "zero3", "zero3-keep"])
 def test_inductor(plan: str, make: Callable[[], nn.Module]) -> None:
-    # Its sums are of another order for each plan; Adam's first steps make much of gradients that nearly vanish.
+    # Its sums have another order for each plan; Adam's first steps amplify gradients that nearly vanish.
     check_compiled(compile_in_place, True, "inductor", plan, make=make)
 
 
 @pytest.mark.slow
 def test_inductor_leaves_stages_alike() -> None:
-    """To the bit with one micro-batch a step, and as plain torch trains what it compiles so."""
+    """Bit for bit with one micro-batch a step, and equal to compiled plain torch."""
 
     def scenario(session: Session) -> State:
         compile_in_place(session.model, fullgraph=True)
@@ -185,7 +185,7 @@ def test_a_model_compiled_as_a_whole_is_compiled_unit_by_unit(plan: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_what_is_compiled_while_there_are_gradients(plan: str) -> None:
-    """Between two micro-batches, as happens to whoever meets a new shape there: Dynamo looks at gradients, too."""
+    """Recompile between two micro-batches, as at a new shape: Dynamo reads gradients as well."""
 
     def scenario(session: Session) -> State:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -211,7 +211,7 @@ def test_units_by_class_are_found_in_what_is_compiled() -> None:
 
 
 def test_hooks_of_the_user_see_whole_parameters() -> None:
-    """Whichever way they are registered, before zero() or after."""
+    """Registered in any way, before zero() or after."""
 
     def rank(world: World) -> list[float]:
         model, seen = build_seeded_model(), []
