@@ -1,4 +1,4 @@
-"""``model.to()`` and its kin after ``zero()``, as trainers call them: nothing where nothing changes, else one error."""
+"""``model.to()`` and similar calls after ``zero()``, as trainers make them: a no-op if nothing changes, else an error.
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from npuzero.comm import World
 from world.toy import ToyGPT, build_seeded_model
 from world.train import Session, State, check_equals_plain
 
-#: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
+#: Plans that use every rule of the table; `make test-all` runs the remaining plans.
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
 )
 
-#: Each says where the model is and what it is already.
+#: Each call names the present device or dtype of the model.
 NOTHING: tuple[Callable[[nn.Module], object], ...] = (
     lambda model: model.to("cpu"),
     lambda model: model.to(torch.device("cpu"), torch.float32, non_blocking=True),
@@ -43,7 +43,7 @@ NOTHING: tuple[Callable[[nn.Module], object], ...] = (
 
 
 class TrainableGPT(ToyGPT):
-    """All of it trains, so that ``requires_grad_(True)`` changes nothing."""
+    """A model with all parameters trainable, so that ``requires_grad_(True)`` changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_conversion_that_changes_nothing_is_no_write(plan: str) -> None:
 
 
 class PictureModel(nn.Module):
-    """Convolutions, with statistics."""
+    """A model of convolutions, with statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class PictureModel(nn.Module):
         return self.layers(x)
 
 
-#: What would move or convert parameters, and what the error says came.
+#: Calls that would move or convert parameters, and the words of the error.
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "half": (lambda model: model.half(), "float16"),
     "double": (lambda model: model.double(), "float64"),
@@ -130,7 +130,7 @@ def test_a_conversion_that_changes_something_is_one_error(change: str, plan: str
         assert got in caught.value.got and "weight" in caught.value.expected
         assert re.fullmatch(r"(PictureModel|Conv2d)\.\w+\(\) after npuzero\.zero\(\)", caught.value.subject)
         assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in model.buffers())
-        optimizer.step()  # nothing was touched
+        optimizer.step()  # nothing was changed
         model(torch.ones(2, 3, 8, 8)).square().sum().backward()
 
     comm.run_threads(2, rank)
@@ -143,7 +143,7 @@ def test_channels_last_comes_with_the_input() -> None:
 
 
 def test_buffers_may_be_converted() -> None:
-    """A float32 buffer beside bfloat16 parameters is ``model.to(torch.bfloat16)``'s to convert, as in torch."""
+    """``model.to(torch.bfloat16)`` converts a float32 buffer next to bfloat16 parameters, as in torch."""
     model = npuzero.zero(build_seeded_model(make=PictureModel).bfloat16(), plan="zero3")
     model.layers[1].register_buffer("wide", torch.ones(4))
     model.to(torch.bfloat16)
@@ -160,7 +160,7 @@ def test_a_copy_of_a_module_is_its_owners_to_convert() -> None:
 
 @every_plan
 def test_a_copy_of_a_block_computes_with_its_own_weights(plan: str) -> None:
-    """As a target network, or an average, has them."""
+    """Copies such as a target network or an average."""
 
     def rank(world: World) -> None:
         model = npuzero.zero(build_seeded_model(), plan=plan, local_size=2, world=world)
@@ -181,7 +181,7 @@ def test_a_copy_of_a_block_computes_with_its_own_weights(plan: str) -> None:
 
 
 class WrappingModule(nn.Module):
-    """A cut model as a part of another, as in a LightningModule."""
+    """A sharded model as a submodule, as in a LightningModule."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_another_engine_around_it_is_an_error_that_says_so(wrapper: str, plan: s
             optimizer.step()
         assert "model.to()" not in str(caught.value)
 
-    comm.run_threads(2 if plan == "zero3" else 1, rank)  # where torch comes to collectives, there is one rank for them
+    comm.run_threads(2 if plan == "zero3" else 1, rank)  # one rank where torch issues its own collectives
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
@@ -229,7 +229,7 @@ def test_another_engine_around_it_is_an_error_that_says_so(wrapper: str, plan: s
 def test_torchs_engines_are_refused_without_a_process_group_and_on_the_cpu(
     engine: Callable[..., nn.Module], plan: str
 ) -> None:
-    """There DDP would fail over the group that it lacks, and DataParallel do nothing."""
+    """DDP would fail there without its process group, and DataParallel do nothing."""
     model = npuzero.zero(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=plan)
     for around in (model, WrappingModule(model)):
         with pytest.raises(StateError, match=f"^{engine.__name__} around a model made by npuzero.zero"):

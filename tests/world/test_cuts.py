@@ -1,4 +1,4 @@
-"""Parameters that are cut over tensor ranks: what goes in and comes out is whole, and one process has the same."""
+"""Parameters cut over tensor ranks: states are unsharded on save and load, and equal to one process."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_files_give_each_rank_its_part_and_no_more_of_ranges(plan: str, tmp_path
 def test_whole_tensors_go_in_and_files_of_them_come_out(
     plan: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fits into a piece: parts of a row, a row, all of it."""
+    """Any range within a piece: parts of a row, a row, all of it."""
     other = first_values(5)
     for module in (cuts, exporting, values):
         monkeypatch.setattr(module, "PIECE", piece)
@@ -233,7 +233,7 @@ def test_gradients_and_states_of_optimizers_are_whole() -> None:
 
 
 def test_a_cut_over_data_ranks() -> None:
-    """Class centres: ranks with data of their own have rows of their own."""
+    """Class centres: ranks with different data have different rows."""
 
     def rank(world: World) -> None:
         mesh = npuzero.mesh(local_size=2, world=world)

@@ -1,4 +1,4 @@
-"""Updates that take effect a step late: the bits of the same done by hand, and what a program meets meanwhile."""
+"""Updates that take effect a step late: the same bits as by hand, and the calls of a program before they do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL = ("node", "local")
 
 
 def delayed_plan(row: str = "zero2", memory: Memory = Memory.HOST, **options: Any) -> Plan:
-    """The row with its states in that memory, gradients on the host, and updates a step late."""
+    """Return the row with its states in that memory, gradients on the host, and updates a step late."""
     plan = Plan.preset(row, **options)
     gradients, states = replace(plan.gradients, memory=Memory.HOST), replace(plan.states, memory=memory)
     return replace(plan, gradients=gradients, states=states, lag=1)
@@ -54,7 +54,7 @@ def delayed_plan(row: str = "zero2", memory: Memory = Memory.HOST, **options: An
 def train_delayed(
     session: Any, steps: int = 5, micro_batches: int = 2, clip: float | None = 0.5, scaled: bool = True
 ) -> State:
-    """Groups, lr that changes, parameters that are left out in some steps, overflows that only the device knows of."""
+    """Train with groups, varying lr, parameters without a gradient in some steps, and overflows known to the device."""
     optimizer = session.optimizer(
         torch.optim.AdamW, toy_param_groups(session.model, TrainingRecipe(groups=True)), lr=1e-2
     )
@@ -120,7 +120,7 @@ def test_as_by_hand(row: str, precision: str, size: int, settings: str, memory: 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_as_by_hand_in_any_case(size: int, precision: str, settings: str) -> None:
-    """Every precision, with and without clipping, accumulation and a scaler; gradients and states wherever they may."""
+    """Every precision, with and without clipping, accumulation and a scaler; gradients and states in any memory."""
     for i, (micro_batches, clip, scaled) in enumerate([(1, None, False), (3, 0.5, False), (1, 0.5, True)]):
         how = {"steps": 6, "micro_batches": micro_batches, "clip": clip, "scaled": scaled}
         memory = (Memory.HOST, Memory.NVME)[i % 2]
@@ -160,7 +160,7 @@ def test_the_first_step_changes_nothing_and_one_without_gradients_ends_what_is_p
 
 
 class HeldUpdates:
-    """Keep updates from going on."""
+    """Hold updates back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -209,7 +209,7 @@ def reloads_optimizer_states(session: Session, optimizer: torch.optim.Optimizer)
 
 
 def keeps_gradients(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """More gradients come to those that the update reads, which were clipped."""
+    """More gradients are added to clipped ones that the update reads."""
 
 
 @pytest.mark.parametrize("memory", [Memory.HOST, pytest.param(Memory.NVME, marks=pytest.mark.slow)])
@@ -229,7 +229,7 @@ def keeps_gradients(session: Session, optimizer: torch.optim.Optimizer) -> None:
 )
 @pytest.mark.usefixtures("slowly")
 def test_right_after_a_step(what: Any, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where each step waits for its update."""
+    """The same as if each step waited for its update."""
     monkeypatch.setattr("npuzero.shard.step.step_boundary.LENT_BYTES", 1)
     row = delayed_plan("zero3", memory, precision=PRECISIONS["split"])
     found = run_cut(make_after_step_scenario(what), 2, ToyGPT, plan=row, settings=MANY)
@@ -239,7 +239,7 @@ def test_right_after_a_step(what: Any, memory: Memory, monkeypatch: pytest.Monke
 
 
 def delayed_steps(session: LateSession, optimizer: torch.optim.Optimizer, begin: int, end: int) -> State:
-    """Some steps; what the model computes with at their end, what it has of states, and what is pending."""
+    """Take some steps; return the final parameters in use, the states, and the pending update."""
     for step in range(begin, end):
         session.loss(step).backward()
         session.clip(0.5)
@@ -261,7 +261,7 @@ def build_late_session(world: World, plan: Plan | str, seed: int = 1) -> tuple[L
     "precision", ["8 bits", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "bf16", "split", "drawn"))]
 )
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision: str, tmp_path: Path) -> None:
-    """On as many ranks under another delayed plan to the bit; on others what is saved again is the same."""
+    """Bit for bit on as many ranks under another delayed plan; on other numbers of ranks the saved state is equal."""
     kept = {"precision": PRECISIONS[precision]}
     plans = [delayed_plan("zero2", **kept), delayed_plan("zero3", Memory.NVME, **kept)]
 
@@ -296,7 +296,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision: str, tmp_path: P
 
 
 def test_state_dicts_go_on_as_if_nothing_had_been() -> None:
-    """Unsharded ones, torch's for torch.distributed.checkpoint, and its template of a model that has no states yet."""
+    """Unsharded states, torch's for torch.distributed.checkpoint, and its template of a model without states."""
 
     def rank(world: World) -> list[State]:
         session, optimizer = build_late_session(world, delayed_plan(), seed=0)
@@ -401,7 +401,7 @@ def test_other_parameters_end_what_is_pending() -> None:
 
 @pytest.mark.parametrize("row", ["zero2", "zero3"])
 def test_parameters_are_written_when_nothing_is_pending(row: str) -> None:
-    """Else the update would end with values of before."""
+    """Otherwise the update would end with the values before the write."""
 
     def rank(world: World) -> tuple[State, State]:
         session, optimizer = build_late_session(world, delayed_plan(row, precision="bf16-split"), seed=0)
@@ -444,7 +444,7 @@ def test_one_optimizer_has_all_parameters() -> None:
 
 
 def test_an_update_that_fails_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by whoever asks for states; parameters are still those of before."""
+    """A read of the states flushes them as well; parameters are still the earlier ones."""
 
     def fail(*arguments: Any) -> Any:
         raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")

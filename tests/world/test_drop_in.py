@@ -1,5 +1,5 @@
-"""npuzero's optimizers in the place of torch's, over plain parameters: arguments, refusals, states, and what programs
-write into parameters between steps."""
+"""npuzero's optimizers in place of torch's, over plain parameters: arguments, refusals, states, and writes of programs
+to parameters between steps.
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def set_random_gradients(members: list[nn.Parameter], seed: int) -> None:
 
 @both
 def test_the_signature_is_torchs(ours: Any, theirs: Any) -> None:
-    """Programs ask it whether there is ``fused``, and pass arguments by position."""
+    """Programs check whether it has ``fused``, and pass arguments by position."""
     mine, torchs = (inspect.signature(kind).parameters for kind in (ours, theirs))
     for name, parameter in torchs.items():
         assert (mine[name].kind, mine[name].default) == (parameter.kind, parameter.default)
@@ -135,7 +135,7 @@ def test_weight_decay_is_decoupled_where_torch_decouples_it(where: str, ours: An
 
 @pytest.fixture
 def replace_torch_optimizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.optim.Optimizer]]:
-    """``torch.optim.AdamW = npuzero.AdamW``, as a program writes it that wants all of a library's optimizers so."""
+    """Assign ``torch.optim.AdamW = npuzero.AdamW``, as a program does that redirects a library's optimizers."""
     torchs = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", npuzero.AdamW)
     monkeypatch.setattr(torch.optim, "Adam", npuzero.Adam)
@@ -143,7 +143,7 @@ def replace_torch_optimizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[to
 
 
 class WarmingOptimizer:
-    """What a library adds to whatever AdamW it finds."""
+    """A subclass that a library makes of the AdamW it finds."""
 
     calls = 0
 
@@ -181,7 +181,7 @@ def test_npuzeros_in_torchs_place(in_torchs_place: type[torch.optim.Optimizer]) 
 
 
 def test_transformers_finds_it_in_torchs_place(in_torchs_place: object, tmp_path: Any) -> None:
-    """Imported before or after: it looks when it needs one."""
+    """Imported before or after: it looks AdamW up at use."""
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(str(tmp_path), optim="adamw_torch_fused", use_cpu=True, report_to=[])
     kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)

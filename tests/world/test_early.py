@@ -1,4 +1,4 @@
-"""Updates that begin inside the last backward pass of a step: the same bits, and an error for who comes between."""
+"""Updates that begin inside a step's last backward pass: the same bits, and an error for calls in between."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SETTINGS = Settings(chunk_bytes=3000)
 
 @dataclass(frozen=True)
 class EarlyCourse:
-    """How a model is trained.
+    """Describe a training.
 
     Attributes:
         passes: backward passes of each step.
         alone: all but the last within ``no_sync``.
         absent: the step in which a block's parameter has no gradient.
-        lion: in the place of AdamW.
+        lion: use Lion instead of AdamW.
     """
 
     passes: tuple[int, ...] = (1, 1, 1, 1)
@@ -49,7 +49,7 @@ class EarlyCourse:
 
 
 def train_early(course: EarlyCourse, early: bool | int, session: Session) -> State:
-    """Options change from step to step, in two groups; at the end also which flats began inside backward."""
+    """Train with options that change from step to step, in two groups; also return the flats that began in backward."""
     kind: Any = npuzero.Lion if course.lion else npuzero.AdamW
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
     optimizer = kind([{"params": odd}, {"params": even, "weight_decay": 0.1}], lr=1e-3, early=early)
@@ -84,7 +84,7 @@ def count_begun_flats(
     early: bool | int = True,
     **where: Any,
 ) -> list[int]:
-    """How many flats began inside backward, step by step, on rank 0; the bits are the resident run's."""
+    """Return how many flats began inside backward, by step, on rank 0; check the bits against the resident run."""
     row = placed_plan(plan, PRECISIONS[precision], size, **where)
     found = run_cut(partial(train_early, course, early), size, ToyGPT, plan=row, settings=settings)
     counts = [mine.pop("begun").tolist() for mine in found]
@@ -127,7 +127,7 @@ def test_early_moves_no_bit(
 
 
 def a_step_begun(session: Session, early: bool | int = True) -> torch.optim.Optimizer:
-    """One whole step, and another up to the end of its backward, in which its update has begun."""
+    """Take a full step, and another up to the end of its backward, inside which its update has begun."""
     optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2, early=early)
     session.loss().backward()
     optimizer.step()
@@ -150,7 +150,7 @@ BETWEEN: dict[str, Callable[[Session, torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_who_comes_before_the_step_is_told(plan: str) -> None:
-    """A StateError each time, which says what to do; step() ends the update all the same, with the same bits."""
+    """Each call is a StateError with the remedy; step() still ends the update, with the same bits."""
 
     def trained(between: bool, session: Session) -> State:
         optimizer = a_step_begun(session, early=between)
@@ -199,7 +199,7 @@ def drops_a_gradient(session: Session, _: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("change", [changes_lr, drops_a_gradient])
 def test_a_change_between_backward_and_step_is_told(change: Callable[..., None]) -> None:
-    """By the step, which changes nothing more; what goes on from there is an error, too."""
+    """The step raises and changes nothing further; every later call raises as well."""
 
     def rank(world: World) -> None:
         session = CutSession(
@@ -260,7 +260,7 @@ def test_what_changes_gradients_is_refused(memory: Memory) -> None:
                 call(session, optimizer)
         optimizer.step()
         del optimizer
-        gc.collect()  # what was raised had it
+        gc.collect()  # the exception held it
         session.loss(1).backward()
         session.clip(1.0)
 
@@ -302,14 +302,14 @@ def test_the_number_of_passes_may_be_said() -> None:
 
 
 class LateBiasGPT(ToyGPT):
-    """Its first block's input is multiplied by a parameter of the last block, for which no gradient is taken."""
+    """Multiply the first block's input by a parameter of the last block, without a gradient for it."""
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         return super().run_blocks(x * self.blocks[2].out.bias.detach())
 
 
 def test_a_parameter_that_backward_still_needs_is_not_changed_unseen() -> None:
-    """torch says so, as it does of any tensor that was written since the forward."""
+    """torch raises, as for any tensor written since the forward."""
 
     def rank(world: World) -> None:
         session = CutSession(
@@ -385,7 +385,7 @@ def test_what_a_step_holds_and_moves_is_the_same() -> None:
 
 @pytest.mark.parametrize("memory", [HOST, NVME])
 def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what has come while the lane was busy: all but the chunk that it was at, and the next one."""
+    """Reorder all chunks that arrived while the lane was busy, except the lane's own chunk and the next one."""
     begun, over = threading.Event(), threading.Event()
     master = StagedChunk.master.fget
     assert master is not None
@@ -421,7 +421,7 @@ def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monk
     assert count > 4 and order[0] > 0 and order[2:] == sorted(order[2:])
 
 
-#: Where the ranks meet at the boundary only, a step begins early that has as many passes as the one before.
+#: Where ranks reduce at the boundary only, a step begins early if it has as many passes as the previous one.
 ALONE_AGAIN = EarlyCourse(passes=(2, 2, 3, 1), alone=True)
 COURSES = {"usual": USUAL, "added": ADDED, "alone": ALONE_AGAIN, "short": SHORT, "absent": ABSENT, "Lion": LION}
 

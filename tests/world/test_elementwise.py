@@ -1,5 +1,5 @@
-"""Which optimizers of torch's kind may be put over shards: those that update each element by itself, whatever they are
-called; the others are refused at construction, with what was found.
+"""torch optimizers that may run over shards: those with an element-wise update, under any name. Others are refused at
+construction, with the reason found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 3
 
 
 class SimpleOptimizer(torch.optim.Optimizer):
-    """What users write: ``change`` of a parameter and its gradient, subtracted."""
+    """A user's optimizer: subtract ``change`` of a parameter and its gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -35,7 +35,7 @@ class SimpleOptimizer(torch.optim.Optimizer):
 
 
 class MyOptimizer(SimpleOptimizer):
-    """LARS (You et al., 2017): each layer has a rate of its own, by the norms of its weights and gradients."""
+    """LARS (You et al., 2017): each layer has its own rate, by the norms of its weights and gradients."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad * p.norm() / grad.norm()
@@ -60,7 +60,7 @@ class CentralizedOptimizer(SimpleOptimizer):
 
 
 class DecaysMatrices(SimpleOptimizer):
-    """No weight decay of biases: where a matrix has become ranges of elements, none of it is one."""
+    """No weight decay of biases: in a range of elements, a matrix is not recognized as one."""
 
     def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + 0.1 * p if p.dim() > 1 else grad
@@ -72,7 +72,7 @@ class LangevinOptimizer(SimpleOptimizer):
 
 
 class ClippingSGD(torch.optim.SGD):
-    """Clips by the norm of all gradients it sees, which on a rank are some of them."""
+    """Clip by the norm of all gradients it sees, which on a rank are only some."""
 
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
@@ -159,7 +159,7 @@ def test_element_wise_optimizers_are_taken(kind: Any, options: dict[str, Any]) -
 
 
 def test_trying_disturbs_nobody() -> None:
-    """Neither random numbers, nor those who count the steps of all optimizers."""
+    """The trial changes no random state, and calls no global hook that counts steps."""
     steps: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer))
     try:
@@ -176,7 +176,7 @@ def test_trying_disturbs_nobody() -> None:
 
 
 def test_all_of_torchs_are_known_here() -> None:
-    """So that a new one is looked at."""
+    """A new optimizer must be checked."""
     known = {
         *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
         *("LBFGS", "SparseAdam", "Adafactor", "Muon", "Optimizer"),

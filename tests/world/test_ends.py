@@ -1,4 +1,4 @@
-"""Stages of a pipeline, an engine each: what both ends have in common, and what runs over all, equals one process."""
+"""Pipeline stages, one engine each: parameters tied across both ends, and calls over all stages, equal one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EndsBlock(nn.Module):
 
 
 class WholeModel(nn.Module):
-    """Tied embedding and head around blocks; a scale of its own at either end."""
+    """Tied embedding and head around blocks; a separate scale at either end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class WholeModel(nn.Module):
 
 
 def build_ends_stage(mesh: Mesh, seed: int = 0) -> nn.Module:
-    """This rank's stage: names and values are the whole model's."""
+    """Build this rank's stage: names and values are the full model's."""
     model, stage, last = build_seeded_model(seed, WholeModel), mesh.index(("pipe",)), mesh.size(("pipe",)) - 1
     for i in range(BLOCKS):
         if i * (last + 1) // BLOCKS != stage:
@@ -73,7 +73,7 @@ def build_ends_stage(mesh: Mesh, seed: int = 0) -> nn.Module:
 
 
 class StageQueues:
-    """What goes from stage to stage, of ranks that are threads."""
+    """Pass values between stages on ranks that are threads."""
 
     def __init__(self) -> None:
         self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
@@ -104,7 +104,7 @@ def run_ends_passes(
     head: bool = True,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> float:
-    """Forward of all micro-batches, then backward; the loss, on the last stage."""
+    """Run forward of all micro-batches, then backward; return the loss on the last stage."""
     (stage, last), data = (mesh.index(("pipe",)), mesh.size(("pipe",)) - 1), mesh.size(DATA)
     rank, total, kept = mesh.world.rank, 0.0, []
     for micro_batch in range(MICRO_BATCHES):
@@ -153,7 +153,7 @@ def train_ends_plain(data: int, adam: bool, clip: float, frozen: str = "none", h
 
 
 def freeze_all_but(model: nn.Module, words: str) -> None:
-    """Freeze all but what has one of ``words`` in its name."""
+    """Freeze all parameters without one of ``words`` in the name."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(words == "none" or any(word in name for word in words.split()))
 
@@ -177,7 +177,7 @@ def train_ends_rank(  # noqa: PLR0917 - what a run differs in
     mesh = npuzero.mesh(pipe=pipe, local_size=1, world=world)
     stage = build_ends_stage(
         mesh, mesh.index(("pipe",)) // (pipe - 1)
-    )  # the last one begins with other values of what is tied
+    )  # the last stage begins with other values of the tied parameters
     whole = dict(build_seeded_model(make=WholeModel).named_parameters())
     freeze_all_but(stage, frozen)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def train_ends_rank(  # noqa: PLR0917 - what a run differs in
 
 
 def join_stage_states(states: list[dict[str, Tensor]], pipe: int) -> dict[str, Tensor]:
-    """The whole model, of the stages' parts; ranks of a stage have the same bits, and so have both ends."""
+    """Join the stages' parts to the full model; ranks of a stage have equal bits, and so have both ends."""
     data = len(states) // pipe
     for stage in range(pipe):
         for state in states[stage * data : (stage + 1) * data]:
@@ -255,7 +255,7 @@ def test_an_end_that_does_not_use_it_takes_the_others_gradient() -> None:
 
 
 def test_neither_end_waits_for_the_other_within_a_pass() -> None:
-    """Where nothing overlaps, a sum is awaited where it begins: within backward the other end would never come."""
+    """Without overlap, a sum is awaited where it begins: inside backward the far end would never join it."""
     settings = npuzero.Settings(overlap=False)
     check_ends(2, 1, "zero0", settings=settings)
 
@@ -279,7 +279,7 @@ def test_stages_may_be_frozen(pipe: int, data: int, plan: str, adam: bool, train
 def run_ends_ranks(
     size: int, pipe: int, body: Callable[[nn.Module, Mesh, StageQueues], Any], trains: str = "none"
 ) -> list[Any]:
-    """What ``body`` returns on each rank, of its stage under zero3."""
+    """Return the result of ``body`` on each rank's stage under zero3."""
     lines = StageQueues()
 
     def rank(world: World) -> Any:

@@ -1,4 +1,4 @@
-"""What the system counts of a process's disks in a steady step is what was foretold, to the byte."""
+"""The system's count of disk bytes in a steady step equals the prediction, to the byte."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from world.test_far_traffic import offloaded_plan
 from world.toy import build_seeded_model
 from world.train import CutSession
 
-#: The first steps make the moments, read the code of each kernel, and write for the first time where the file has room
-#: only; of the others most are exact. What else a process reads, such as code that memory was short for, comes on top.
+#: The first steps allocate the moments, load each kernel's code, and write to reserved but unwritten file space. Of
+#: the later ones most are exact. Other reads of a process, such as code that was paged out, are added.
 WARM, STEPS = 3, 10
 
 
 def read_disk_counters() -> tuple[int, int]:
-    """Bytes that this process, all its threads, had its disks read and write; O_DIRECT's at once, others' some day."""
+    """Return this process's disk reads and writes, all threads, in bytes; O_DIRECT's count at once, others' later."""
     lines = Path("/proc/self/io").read_text().splitlines()
     found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
     return found["read_bytes"], found["write_bytes"]
 
 
 def measure_disk_bytes(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[int, int]], Any]:
-    """What the system has counted in each step of this rank, and the last one's report."""
+    """Return the system's count in each step of this rank, and the last step's report."""
     session = CutSession(build_seeded_model(), world, plan=plan, settings=settings)
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     found = []

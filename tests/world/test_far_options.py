@@ -1,4 +1,4 @@
-"""An update that runs beside the program goes by the options of its own step, whatever is changed meanwhile."""
+"""An update that overlaps the program uses the options of its own step, in spite of later changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world.train import Session, assert_same_bits, run_cut
 
 
 def train_changing_options(fused: bool, session: Session) -> None:
-    """Each step's lr and weight decay are another, set as soon as ``step()`` has returned."""
+    """Each step has another lr and weight decay, set as soon as ``step()`` has returned."""
     optimizer = session.optimizer(torch.optim.AdamW, fused=fused, lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) ** 2)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Where parts rest off the device, what a rank holds, sends and moves is what the table's arithmetic says; on 2 × 2."""
+"""With parts off the device, a rank's held, sent and moved bytes equal the table's arithmetic; on 2 × 2 ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offloaded_plan(name: str, precision: str, share: float = 1.0) -> Plan:
-    """A preset, or with ``+host`` and the like one that is offloaded; with a share of its states off the device."""
+    """Return a preset, or with ``+host`` and the like an offloaded one, with a share of its states off the device."""
     row, _, offload = name.partition("+")
     plan = Plan.preset(row, precision=precision, local_size=LOCAL)
     plan = plan.offloaded(offload) if offload else plan
@@ -34,7 +34,7 @@ def offloaded_plan(name: str, precision: str, share: float = 1.0) -> Plan:
 
 
 def assert_far_predicted(plan: Plan, recipe: TrainingRecipe, **settings: Any) -> None:
-    """Every rank held, sent and moved exactly what was foretold."""
+    """Check that every rank held, sent and moved the predicted bytes."""
     chosen = Settings(**settings)
     facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
     expected = npuzero.predict(build_seeded_model(), plan, SIZE, settings=chosen, **facts)

@@ -1,4 +1,4 @@
-"""The guard against inf and NaN: where it began, the same words on every rank, and no trace of the bad step."""
+"""The guard against inf and NaN: the place of origin, the same text on every rank, no trace of the bad step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE, BAD_STEP, BAD_RANK = 4, 2, 2
 
 
 class PoisonedGPT(ToyGPT):
-    """Where the test says so a value is multiplied by inf on its way, forward or backward."""
+    """Multiply a value by inf on request, in forward or backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PoisonedGPT(ToyGPT):
 
 
 class PoisonCase:
-    """What is spoilt, and what the guard says of it."""
+    """A faulty place, and the guard's text for it."""
 
     def __init__(self, where: str, says: str, **facts: Any) -> None:
         self.where, self.says, self.facts = where, says, facts
@@ -64,7 +64,7 @@ POISONS = [
 
 
 def train_with_poison(session: Session, poison: str, scaled: bool = False) -> State:
-    """Steps of which one is bad on one rank; what the guard said, and the model."""
+    """Run steps, one of them bad on one rank; return the guard's errors and the model."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     scaler = session.scaler(init_scale=8.0) if scaled else None
     said: list[NonFiniteError] = []
@@ -76,7 +76,7 @@ def train_with_poison(session: Session, poison: str, scaled: bool = False) -> St
                 loss = session.loss(step)
             except NonFiniteError as error:
                 said.append(error)
-                loss = session.loss(step)  # it has said so: training may go on
+                loss = session.loss(step)  # after its error training may continue
             if bad and poison == "loss":
                 loss = loss * math.inf
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -141,7 +141,7 @@ def test_a_parameter_that_is_not_finite_is_named() -> None:
 
 
 def test_with_a_scaler_gradients_may_overflow_until_the_floor() -> None:
-    """An overflow is the scaler's business; one at the floor, or an output that is not finite, is the guard's."""
+    """An overflow is for the scaler; at the floor, or in a non-finite output, it is for the guard."""
 
     def rank(world: World) -> list[int]:
         session = CutSession(build_seeded_model(make=PoisonedGPT), world)
@@ -161,7 +161,7 @@ def test_with_a_scaler_gradients_may_overflow_until_the_floor() -> None:
                 optimizer.zero_grad()
         return [steps, scaler.skipped]
 
-    assert comm.run_threads(2, rank) == [[3, 3]] * 2  # 4, 2, and at 1 it is said before the fourth
+    assert comm.run_threads(2, rank) == [[3, 3]] * 2  # 4, 2, and at 1 it raises before the fourth
 
 
 def test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to() -> None:
@@ -183,7 +183,7 @@ def test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to()
 
 
 def test_all_is_as_without_it_while_all_is_finite() -> None:
-    """The same bits, and no value asked for between one forward and the next."""
+    """The same bits, and no host read of a value between one forward and the next."""
 
     def plain(session: Session) -> State:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)

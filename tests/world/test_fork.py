@@ -1,4 +1,4 @@
-"""Ranks that fork while they train: children end in peace, and the training has the bits of one that did not fork."""
+"""Ranks that fork during training: children end cleanly, and training has the bits of a run without forks."""
 
 from __future__ import annotations
 

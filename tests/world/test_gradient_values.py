@@ -1,4 +1,4 @@
-"""What programs read of gradients, to log it, and clip by value: the numbers that plain torch has in p.grad."""
+"""Gradients that programs log or clip by value: equal to plain torch's p.grad."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def clip_model_values(session: Session, limit: float) -> None:
     if isinstance(session, CutSession):
         npuzero.clip_grad_value_(session.model, limit)
     elif some := [parameter for parameter in session.model.parameters() if parameter.grad is not None]:
-        torch.nn.utils.clip_grad_value_(some, limit)  # which refuses none
+        torch.nn.utils.clip_grad_value_(some, limit)  # rejects None
 
 
 def prefix_names(prefix: object, state: State) -> State:
@@ -83,7 +83,7 @@ def test_norms_by_name(plan: str, p: float) -> None:
 
 @every_plan
 def test_whole_gradients(plan: str) -> None:
-    """Over micro-batches, after clipping, and of what is set aside while more comes."""
+    """Over micro-batches, after clipping, and of gradients set aside during accumulation."""
 
     def scenario(session: Session) -> State:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -139,7 +139,7 @@ def test_the_norms_are_the_same_floats_on_every_rank_and_under_every_plan() -> N
 @pytest.mark.usefixtures("permissive")
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 def test_p_grad_is_readable_on_a_rank_alone(plan: str) -> None:
-    """As in plain torch, right after backward; what writes into it is told what to use."""
+    """As in plain torch, right after backward; an error names the call to use for writes."""
 
     def scenario(session: Session) -> State:
         seen: State = {}

@@ -1,4 +1,4 @@
-"""The life of gradients from backward to the step, as training loops lead it: nothing is lost, nothing comes back.
+"""Gradients from backward to the step, in training loops: none is lost, none returns.
 
 Each scenario runs by plain torch and by npuzero, and must leave the same model.
 """
@@ -58,7 +58,7 @@ def gradients_kept_over_a_step_and_a_unit_left_out(session: Session) -> None:
 
 
 def no_sync_after_a_synchronised_pass(session: Session) -> None:
-    """What the later pass brings counts in this step, and not in the next one."""
+    """The later pass counts in this step, and not in the next one."""
 
     def passes(step: int) -> None:
         session.loss(step, 0).backward()
@@ -93,7 +93,7 @@ def dropped_after_no_sync(session: Session) -> None:
             session.loss(step, 0, blocks=ALL).backward()
         drop_gradients(session)
         session.loss(step, 1, blocks=WITHOUT_1).backward()
-        session.clip(0.1)  # by the norm of the others
+        session.clip(0.1)  # by the norm of the remaining gradients
 
     run_adamw_steps(session, passes)
 
@@ -129,13 +129,13 @@ def dropped_before_the_step(session: Session) -> None:
         with session.no_sync():
             session.loss(step, 0).backward()
         drop_gradients(session)
-        session.clip(0.1)  # by the norm of the others
+        session.clip(0.1)  # by the norm of the remaining gradients
 
     run_adamw_steps(session, passes)
 
 
 def dropped_after_clipping(session: Session) -> None:
-    """What was reduced before the drop is set aside while more comes, and none of the dropped is added back."""
+    """Gradients reduced before the drop are set aside during accumulation, and no dropped one is added again."""
 
     def passes(step: int) -> None:
         session.loss(step, 0, blocks=ALL).backward()
@@ -184,7 +184,7 @@ def dropped_between_clipping_and_the_step(session: Session) -> State:
 
 
 def dropped_by_all_though_few_had_used_them(session: Session) -> State:
-    """What a rank brought into the shards of others before it was dropped is gone there, too."""
+    """A rank's dropped contribution is removed from the peers' shards as well."""
     norms = []
 
     def passes(step: int) -> None:
@@ -202,7 +202,7 @@ def dropped_by_all_though_few_had_used_them(session: Session) -> State:
 
 
 def all_dropped_but_what_one_rank_had_used(session: Session) -> State:
-    """Then there is a step to take, for the ranks that have no gradient any more, too."""
+    """Then there is a step to take, also for ranks without a gradient."""
     norms = []
 
     def passes(step: int) -> None:
@@ -223,7 +223,7 @@ def all_dropped_but_what_one_rank_had_used(session: Session) -> State:
 
 
 def an_evaluation_that_foresees_another_unit(session: Session) -> None:
-    """Between backward and the step a forward leaves a gather under way, of a unit that it does not come to."""
+    """Between backward and the step a forward leaves an all-gather pending, for a unit that it does not reach."""
 
     def passes(step: int) -> None:
         session.loss(step, blocks=ALL).backward()
@@ -235,7 +235,7 @@ def an_evaluation_that_foresees_another_unit(session: Session) -> None:
 
 
 def a_forward_that_stops_early(session: Session) -> None:
-    """A forward that raises behind its first block: what was on its way for the second is not the next step's."""
+    """A forward raises after its first block: the second's pending all-gather must not reach the next step."""
 
     def passes(step: int) -> None:
         session.loss(step, blocks=ALL).backward()
@@ -280,7 +280,7 @@ def test_one_rank_alone(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_overlap_moves_no_bit_where_micro_batches_change_in_number(plan: str) -> None:
-    """Which micro-batch is a step's last is foreseen from the step before, with overlap and without."""
+    """The last micro-batch of a step is predicted from the step before, with overlap and without."""
     beside, alone = (
         run_cut(micro_batches_that_change_in_number, 4, plan=plan, local_size=2, settings=Settings(overlap=overlap))[0]
         for overlap in (True, False)
@@ -289,7 +289,7 @@ def test_overlap_moves_no_bit_where_micro_batches_change_in_number(plan: str) ->
 
 
 class ReentrantBlock(BranchingBlock):
-    """Computes its forward again in backward, which finishes its parameters' gradients once per call."""
+    """Recompute its forward in backward, which finishes its parameters' gradients once per call."""
 
     def forward(self, x: torch.Tensor, branch: int = 0) -> torch.Tensor:
         y: torch.Tensor = checkpoint(super().forward, x, branch, use_reentrant=True)

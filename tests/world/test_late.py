@@ -1,7 +1,7 @@
-"""Collectives that begin as late as they may, when somebody waits for them: nothing is used before it has arrived.
+"""Collectives delayed until a thread waits for them: no result is used before it has arrived.
 
-Nor is written what is still to be sent. On a quiet machine most have arrived before anybody asks, so that a wait that
-is missing would go unseen.
+No buffer is overwritten before it is sent. On an idle machine most collectives finish before any wait, which hides a
+missing wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLANS = ("zero1", "zero3", "hpz", "hsdp")
 
 
 class LateHandle(AsyncHandle):
-    """An operation that nobody has begun; those before it on its communicator begin first."""
+    """An operation that has not begun; earlier ones on its communicator begin first."""
 
     def __init__(self, waiting: list[LateHandle], begin: Callable[[], AsyncHandle]) -> None:
         self._waiting = waiting
@@ -57,7 +57,7 @@ def micro_batches_and_clipping(session: Session) -> State:
 
 
 def a_look_at_parameters_after_the_step(session: Session) -> State:
-    """Where they rest whole, without a word to the engine."""
+    """Where parameters rest unsharded, without a call of the engine."""
     read = []
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(3):

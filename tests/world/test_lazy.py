@@ -21,7 +21,7 @@ PRESETS = [
 
 
 class SpectrumRotation(nn.Module):
-    """Turns the spectrum by a learned phase and amplifies it: one element each."""
+    """Rotate the spectrum by a learned phase and scale it: one element each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_an_optimizer_over_plain_parameters(precision: dict[str, str]) -> None:
 
 
 def lazy_negative(values: Tensor) -> Tensor:
-    """Equal to ``values``, which its memory does not hold."""
+    """Return a tensor equal to ``values``, with other contents in memory."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 

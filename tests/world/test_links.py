@@ -1,4 +1,4 @@
-"""Slow links between nodes, as benchmarks.wires has them: what crosses, when it has arrived, and that nobody spins."""
+"""Slow links between nodes, as in benchmarks.wires: bytes across, time of arrival, and no spinning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .toy import build_seeded_model, toy_loss, toy_tokens
 
 
 def run_linked_ranks(path: Path, body: Callable[[World], Any]) -> list[Any]:
-    """What ``body`` returns on four ranks, two on each node."""
+    """Return the result of ``body`` on four ranks, two on each node."""
 
     def on_links(world: World) -> Any:
         here = LinkedWorld(world, NodeLinks(path))

@@ -1,4 +1,4 @@
-"""Lion, over cut models and plain parameters, beside its authors' form in plain torch."""
+"""Lion over sharded models and plain parameters, compared with its authors' form in plain torch."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_split_masters_are_whole_masters_to_the_bit() -> None:
 
 def test_an_overflow_skips_a_step_and_lr_may_lie_on_the_device() -> None:
     def scaled(session: Session) -> State:
-        # What plain torch's scaler skips on the host, ours skips on the device, which counts the steps then.
+        # Plain torch's scaler skips on the host, npuzero's on the device, which then counts the steps.
         own = isinstance(session, CutSession)
         optimizer = build_lion(session, lr=torch.tensor(1e-3) if own else 1e-3)
         scaler = session.scaler(init_scale=2.0**8)

@@ -1,4 +1,4 @@
-"""Models of every shape: what units return, what they share, and what is inside them."""
+"""Models of every structure: results of units, shared parameters, and nested modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BlockOutput:
 
 
 class OpaqueOutput:
-    """A class of the user's own, which no library can look into."""
+    """A user's class, opaque to libraries."""
 
     __slots__ = ("hidden",)
 
@@ -57,7 +57,7 @@ PACK: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class PackingGPT(ToyGPT):
-    """Its blocks return what ``kind`` says."""
+    """Blocks that return the type ``kind``."""
 
     def __init__(self, kind: str) -> None:
         self.pack, self.unpack = PACK[kind]
@@ -86,7 +86,7 @@ def make_packing_gpt(kind: str) -> Make:
 
 
 class CheckpointedGPT(ToyGPT):
-    """Computes its blocks again in backward."""
+    """Recompute its blocks in backward."""
 
     reentrant = False
 
@@ -152,7 +152,7 @@ class OneBlockTwiceGPT(ToyGPT):
 
 
 class FrozenPartsGPT(ToyGPT):
-    """A frozen first block, behind which no gradient is needed; a frozen middle one; one with a trainable bit."""
+    """A frozen first block, with no gradient needed before it; a frozen middle one; one with a trainable part."""
 
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -171,7 +171,7 @@ class OnlyRootGPT(ToyGPT):
 
 
 class EarlyExitGPT(ToyGPT):
-    """The loss sees the first block alone; what the others made is thrown away."""
+    """The loss uses the first block alone; the remaining outputs are dropped."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         first = self.blocks[0](x)
@@ -180,7 +180,7 @@ class EarlyExitGPT(ToyGPT):
 
 
 class InPlaceGPT(ToyGPT):
-    """What a unit returns is changed in place."""
+    """A unit's result is changed in place."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -190,7 +190,7 @@ class InPlaceGPT(ToyGPT):
 
 
 class ReturnsItsInputGPT(ToyGPT):
-    """Units hand their input on beside their output."""
+    """Units return their input together with their output."""
 
     class Passing(ToyBlock):
         def forward(self, x: Tensor) -> Any:
@@ -288,7 +288,7 @@ def test_models(make: Make, plan: str) -> None:
 
 
 class InPartsGPT(ToyGPT):
-    """What it owns itself lies in modules, which its user may call one by one."""
+    """The root's own parameters are in modules, which the user may call one by one."""
 
     class Body(nn.Module):
         def __init__(self, tokens: nn.Module, blocks: nn.Module) -> None:
@@ -310,7 +310,7 @@ class InPartsGPT(ToyGPT):
 
 
 def train_by_parts(session: Session) -> State:
-    """The forward of some steps is the user's own, and so is every evaluation: parts of the model, one by one."""
+    """In some steps, and in every evaluation, the user calls parts of the model one by one instead of forward."""
     model = session.model
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     seen = []
@@ -350,14 +350,14 @@ def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
 
 
 class DescribingBlock(ToyBlock):
-    """A unit with a method of its own."""
+    """A unit with an additional method."""
 
     def describe(self, x: Tensor) -> dict[str, Tensor]:
         return {"described": F.linear(x, self.out.weight, self.out.bias).relu()}
 
 
 class EncodingGPT(ToyGPT):
-    """Methods that use parameters of the root and of a unit themselves, and one that calls the other."""
+    """Methods that use parameters of the root and of a unit directly, and one that calls both."""
 
     def __init__(self) -> None:
         super().__init__(block=DescribingBlock)
@@ -476,7 +476,7 @@ def test_torch_func_over_a_model_works_or_says_what_does(plan: str) -> None:
             return
         with pytest.raises(npuzero.StateError, match=r"torch\.func through unit.*full_state_dict"):
             derivatives(model, dict(model.named_parameters()))
-        whole = npuzero.full_state_dict(model, rank0_only=False)  # what the error says to do
+        whole = npuzero.full_state_dict(model, rank0_only=False)  # the remedy of the error
         torch.testing.assert_close(derivatives(build_seeded_model(make=make), whole), expected)
 
     comm.run_threads(2, rank)
