@@ -1,4 +1,4 @@
-"""``model.to()`` and similar calls after ``zero()``, as trainers make them: a no-op if nothing changes, else an error.
+"""``model.to()`` and similar calls after ``zero()``, as trainers make them: a no-op or an error."""
 
 from __future__ import annotations
 

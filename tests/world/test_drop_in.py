@@ -1,5 +1,5 @@
 """npuzero's optimizers in place of torch's, over plain parameters: arguments, refusals, states, and writes of programs
-to parameters between steps.
+to parameters between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's training state leaves the device for a while: nothing of it stays there, and no bit of training moves."""
+"""A model's training state leaves the device temporarily: nothing stays there, and training keeps its bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stay_on_device(session: Session) -> None:
 def train_interrupted(
     session: Session, pause: Pause, between: Pause, kind: Any = torch.optim.AdamW, **options: Any
 ) -> State:
-    """Train, with a pause wherever a program may have one; ``between``: also between a forward and its backward."""
+    """Train, with a pause at every supported place; ``between``: also between a forward and its backward."""
     groups = toy_param_groups(session.model, RECIPE) if kind is torch.optim.AdamW else None
     optimizer = session.optimizer(kind, groups, lr=1e-2, **options)
     norms = []
@@ -131,7 +131,7 @@ def refused_text(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("stage", [0, 3, "offload3"])
 def test_what_needs_the_state_says_so(stage: int | str, tmp_path: Path) -> None:
-    """On every rank, at once; and nothing of it hurts."""
+    """Raise on every rank at once; no state is damaged."""
 
     def rank(world: World) -> None:
         session = build_offloaded_session(world, stage)
@@ -306,7 +306,7 @@ def test_the_limit_of_the_host_holds() -> None:
 
 
 def test_reports_of_steps_are_as_ever() -> None:
-    """Between steps a visit to the host leaves no trace in what the next one held, sent and moved."""
+    """Between steps an offload leaves no trace in the next step's bytes held, sent and moved."""
 
     def rank(world: World) -> None:
         session = build_offloaded_session(world)

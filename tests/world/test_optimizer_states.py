@@ -1,4 +1,4 @@
-"""States of optimizers that come back: numbers, step counts wherever they are counted, halves of masters; and several
+"""Optimizer states after a load: numbers, step counts in any place, halves of masters; and several
 optimizers under one scaler."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def same_shape_parameters(count: int = 4, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Of one shape, so that nothing but its number tells one from another."""
+    """Parameters of one shape, so that only their numbers distinguish them."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(33, generator=generator).to(dtype)) for _ in range(count)]
 
@@ -55,7 +55,7 @@ def build_grouped_optimizer(kind: Any, members: list[nn.Parameter]) -> Optimizer
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [2, 3, 0, 1], [3, 0, 2, 1], [10, 7, 8, 2]])
 def test_groups_of_equal_length_get_each_its_own_states(numbers: list[int]) -> None:
-    """By the numbers that the state gives them, in whatever order these are."""
+    """Look states up by their numbers in the state dict, in any order."""
 
     def program(kind: Any) -> list[nn.Parameter]:
         before = build_grouped_optimizer(torch.optim.AdamW, same_shape_parameters())
@@ -107,7 +107,7 @@ def test_step_counts_that_differ_stay_so_over_a_load(options: dict[str, Any]) ->
 @pytest.mark.parametrize("plan", [None, "zero0", "zero3"])
 @pytest.mark.parametrize("later", [3, 0])
 def test_going_back_to_a_state_goes_back_in_steps(plan: str | None, how: str, later: int) -> None:
-    """The optimizer that loads has counted on, wherever it counts; what it counted is no part of the state."""
+    """The loading optimizer has counted steps, in any place; its own count is no part of the loaded state."""
     session: Session = (
         PlainSession(build_seeded_model(), [0], 1)
         if plan is None
@@ -140,7 +140,7 @@ def test_going_back_to_a_state_goes_back_in_steps(plan: str | None, how: str, la
 
 
 class ScalarScaledLinear(nn.Module):
-    """Of one parameter without dimensions, whose states look like the numbers beside them."""
+    """A state of one scalar parameter, with the same shape as the step counts next to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_numbers_beside_the_states_of_a_scalar_come_back(plan: str, name: str) -
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("masters", ["fp32", "split"])
 def test_a_state_has_all_bits_of_masters(masters: str, moments: str) -> None:
-    """Also the halves that parameters lack: who loads them and the parameters goes on to the bit."""
+    """Also the lower halves of parameters: after a load of both, training continues bit for bit."""
     options = {"lr": 1e-3, "masters": masters, "moments": moments, "seed": 1}
     members, others = same_shape_parameters(dtype=torch.bfloat16), same_shape_parameters(dtype=torch.bfloat16)
     optimizer, again = npuzero.AdamW(members, **options), npuzero.AdamW(others, **options)
@@ -207,7 +207,7 @@ def test_a_state_has_all_bits_of_masters(masters: str, moments: str) -> None:
 def test_each_of_two_optimizers_under_one_scaler_decides_for_itself(
     order: tuple[int, int], bad: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """Whose gradients overflow skips his step, and the scale goes down once."""
+    """An optimizer with overflowed gradients skips its step, and the scale decreases once."""
     outcomes = []
     kinds: tuple[Any, ...] = (npuzero.AdamW, npuzero.LossScaler), (torch.optim.AdamW, torch.amp.GradScaler)
     for kind, scaling in kinds:

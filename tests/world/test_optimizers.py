@@ -1,4 +1,4 @@
-"""Optimizers over cut models, and npuzero's own over plain ones, beside torch's."""
+"""Optimizers over sharded models, and npuzero's own over plain ones, compared with torch's."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ FUSED = ("Adam", "AdamW, amsgrad", "AdamW, maximize")
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
-    """Every tensor and number of the state by ``number.name``, and every option by ``group.option``.
+    """Return every tensor and number of the state by ``number.name``, and every option by ``group.option``.
 
-    Without what some of torch's optimizers keep of frozen parameters.
+    Leave out the states that some of torch's optimizers keep of frozen parameters.
     """
     saved = optimizer.state_dict()
     trains = [parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]]
@@ -88,7 +88,7 @@ _scenarios: dict[tuple[str, bool], Callable[[Session], State]] = {}
 
 
 def _training_by(kind: str, fused: bool) -> Callable[[Session], State]:
-    """Clipped training by an optimizer; its state in the end. One object for each, so that the oracle runs once."""
+    """Train with clipping; return the final state. Each optimizer has one object, so that the oracle runs once."""
 
     def scenario(session: Session) -> State:
         optimizer_class, options = KINDS[kind]
@@ -107,7 +107,7 @@ def _training_by(kind: str, fused: bool) -> Callable[[Session], State]:
 
 
 def one_cycle(session: Session) -> State:
-    """Moves the learning rate and the first beta at every step."""
+    """Change the learning rate and the first beta at every step."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
     for step in range(5):
@@ -163,7 +163,7 @@ def a_group_that_is_added_to_sgd(session: Session) -> State:
 
 
 def a_part_of_the_model(session: Session) -> State:
-    """What the optimizer does not have stays as it is, and still counts for clipping."""
+    """A parameter outside the optimizer does not change, and still counts for clipping."""
     optimizer = session.optimizer(torch.optim.AdamW, session.model.blocks[1].parameters(), lr=1e-2)
     norms = []
     for step in range(3):
@@ -304,7 +304,7 @@ DROP_IN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_torchs_optimizers_train_low_precision_by_masters(plan: str) -> None:
-    """As npuzero's own form does, up to the rounding of masters."""
+    """Equal to npuzero's own form, up to the rounding of masters."""
 
     def trained(fused: bool) -> Callable[[Session], None]:
         return lambda session: run_optimizer_steps(
@@ -414,7 +414,7 @@ def test_drop_in_sees_what_changes_between_steps() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("options", ({}, {"capturable": True}, {"masters": "split", "moments": "int8"}, None))
 def test_a_copy_goes_on_like_the_optimizer(copied: Callable[[Any], Any], options: dict[str, Any] | None) -> None:
-    """With members of its own, as torch's; None: of SGD."""
+    """With additional attributes, as torch's; None: those of SGD."""
     torch.manual_seed(0)
     members = [nn.Parameter(torch.randn(3, 4).bfloat16()), nn.Parameter(torch.randn(5))]
     before = (

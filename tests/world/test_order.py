@@ -1,6 +1,6 @@
-"""What runs beside what: gathers ahead of compute, reductions inside backward, the gather after the update in forward.
+"""Overlap: all-gathers ahead of compute, reductions inside backward, the all-gather after the update in forward.
 
-Events of one rank come in the order in which that rank did things; marks of the test stand among them.
+Events of one rank are in the rank's order; the test adds marks between them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from npuzero.plan.table.step_moves import ComputePass, LaunchReduction, Move, St
 from world.toy import TrainingRecipe, build_seeded_model
 from world.train import CutSession
 
-#: What happened, and to which unit.
+#: The kind of event, and its unit.
 Happening = tuple[str, str]
 BLOCKS = [f"blocks.{i}" for i in range(3)]
 UNITS = ["root", *BLOCKS]
 
 
 def step_events(plan: str, steps: int = 3, **settings: object) -> list[list[Happening]]:
-    """Per step, what rank 0 of two did, in order. A span counts as of its beginning."""
+    """Return rank 0's events of each step, in order, of two ranks. A span counts at its beginning."""
 
     def mark(what: str, name: str) -> Callable[..., None]:
         return lambda *_: observe.instant(what, name)
@@ -66,13 +66,13 @@ def step_events(plan: str, steps: int = 3, **settings: object) -> list[list[Happ
 
 
 def find_event(order: list[Happening], what: str, name: str, after: int = -1) -> int:
-    """Place of a happening behind ``after``."""
+    """Return the index of an event after ``after``."""
     assert (what, name) in order[after + 1 :], f"no {what} {name} in {order[after + 1 :]}"
     return order.index((what, name), after + 1)
 
 
 def launched_reductions(order: list[Happening]) -> list[str]:
-    """Units whose gradients' reductions are launched, in order."""
+    """Return the units by the launch of their gradients' reductions, in order."""
     return [name.partition("[")[0] for what, name in order if what == "launch reduction"]
 
 
@@ -121,7 +121,7 @@ def test_cut_gradients_are_reduced_inside_every_backward(plan: str) -> None:
     for order in step_events(plan):
         inside = during_backward(order)
         assert list(dict.fromkeys(launched_reductions(inside))) == [*reversed(BLOCKS), "root"], "backward's own order"
-        # The last block's goes out before autograd has come to the first one.
+        # The last block's reduction is launched before autograd has reached the first block.
         first = next(i for i, (what, _) in enumerate(inside) if what == "launch reduction")
         assert first < find_event(inside, "backward within", "blocks.0")
 
@@ -139,7 +139,7 @@ def test_whole_gradients_are_reduced_inside_backward_once_it_is_known_to_be_the_
 
 
 def test_overlap_decides_when_a_reduction_ends_and_not_where_it_stands() -> None:
-    """What is summed together must not depend on it: that would move bits."""
+    """The contents of a bucket must not depend on it: bits would change."""
     for order, alone in zip(step_events("zero1"), step_events("zero1", overlap=False), strict=True):
         assert launched_reductions(during_backward(order)) == launched_reductions(during_backward(alone))
         assert launched_reductions(order) == launched_reductions(alone)
@@ -172,13 +172,13 @@ def test_every_preset_reduces_each_flat_once_a_step() -> None:
             assert len(flats) == len(set(flats)), plan
 
 
-#: A move that leaves an event: what, and facts. A collective is told by its verb, channel, ranks and bytes.
+#: A move that leaves an event: its kind, and facts. A collective has its verb, channel, ranks and bytes.
 Trace = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True)
 class ComparedTraces:
-    """A steady step of rank 0: what its engine did, and the same by the schedule."""
+    """Return a steady step of rank 0: the engine's moves, and the schedule's."""
 
     done: Trace
     scheduled: Trace
@@ -232,7 +232,7 @@ def compare_steady_step(
 
 
 def trace_of_event(event: Span | Instant) -> Trace:
-    """An event of the engine's as a move."""
+    """Convert an event of the engine to a move."""
     facts = event.facts
     if event.category == "start":
         unit = event.name.removeprefix("gather ").removeprefix("restore ").removeprefix("reduce ").partition("[")[0]
@@ -244,7 +244,7 @@ def trace_of_event(event: Span | Instant) -> Trace:
 
 
 def schedule_trace(moves: list[Move], mesh: Mesh) -> Trace:
-    """The moves of a schedule that leave an event."""
+    """Return the moves of a schedule that leave an event."""
     found: Trace = []
     for move in flatten_moves(moves):
         if isinstance(move, StartCollective):
@@ -286,7 +286,7 @@ def test_what_stays_between_micro_batches_keeps_to_the_schedule(
 
 
 def split_restores(trace: Trace) -> tuple[Trace, Counter[tuple[object, ...]]]:
-    """What has its place, and R4's starts, which have none where the update runs beside the next forward."""
+    """Split moves with a fixed place from R4's starts, which have none if the update overlaps the next forward."""
     late = [happened for happened in trace if happened[:3] == ("start", "all_gather", "restore")]
     return [happened for happened in trace if happened not in late], Counter(late)
 

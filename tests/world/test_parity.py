@@ -1,4 +1,4 @@
-"""A plan may never change the mathematics: every preset trains as plain torch does, on threads."""
+"""A plan must never change the mathematics: every preset trains as plain torch does, on threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIPPED = TrainingRecipe(steps=3, clip=0.5, groups=True)
 FOUR = TrainingRecipe(steps=2, micro_batches=4, clip=0.5, groups=True)
 LONG = (TrainingRecipe(steps=10), TrainingRecipe(steps=10, micro_batches=4, clip=0.5, groups=True))
 
-#: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
+#: Plans that use every rule of the table; `make test-all` runs the remaining plans.
 QUICK = ("zero1", "zero3", "hpz", "hsdp")
 PLANS = [
     pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow)
@@ -42,7 +42,7 @@ def plain_parity(recipe: TrainingRecipe, size: int) -> State:
 
 @cache
 def train_parity(plan: str, recipe: TrainingRecipe, size: int, **options: Any) -> State:
-    """Rank 0's outcome; every rank has the same."""
+    """Return rank 0's outcome; every rank has the same."""
     states = run_cut(partial(train_by_recipe, recipe=recipe), size, plan=plan, local_size=LOCAL_SIZE[size], **options)
     for state in states[1:]:
         assert_same_bits(state, states[0])
@@ -90,7 +90,7 @@ def test_with_several_micro_batches_the_bits_depend_on_when_gradients_are_reduce
         assert_same_bits(train_parity(after_each, FOUR, 4), train_parity("zero2", FOUR, 4))
 
 
-#: Overlap, how far ahead is gathered, and how many bytes travel together: each parameter alone, a few, all of a unit.
+#: Overlap, prefetch depth, and bytes per bucket: each parameter alone, a few, all of a unit.
 SETTINGS = (
     *(Settings(overlap=what) for what in (False, "gradients", "parameters")),
     *(Settings(prefetch=ahead) for ahead in (0, 2, 5)),

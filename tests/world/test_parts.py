@@ -1,4 +1,4 @@
-"""Parts of a model that run forward and backward by themselves, as a pipeline rank's stages do, in any order."""
+"""Parts of a model that run forward and backward separately, as the stages on a pipeline rank do, in any order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ F0, B0, F1, B1 = (0, False), (0, True), (1, False), (1, True)
 
 
 class PartBlock(nn.Module):
-    """A unit; ``build_checkpointed_chain``: it computes again in backward."""
+    """A unit; ``build_checkpointed_chain`` makes it recompute in backward."""
 
     def __init__(self, frozen: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PartBlock(nn.Module):
 
 
 class StageChain(nn.Module):
-    """Stages of blocks, each called by its number; the root owns nothing, or what the outermost stages share."""
+    """Stages of blocks, each called by its number; the root owns only the parameters outer stages share, if any."""
 
     def __init__(self, stages: int = 2, blocks: int = 2, tied: bool = False, **block: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def build_one_stage_chain() -> StageChain:
 
 
 def build_frozen_chain() -> StageChain:
-    """In part, in each block, and one stage's last block altogether."""
+    """Freeze partly: in each block, and one stage's last block completely."""
     model = StageChain(frozen=True)
     model.stages[1][1].requires_grad_(False)
     return model
@@ -100,7 +100,7 @@ def draw_part_input(step: int, micro_batch: int, rank: int) -> Tensor:
 
 
 class ActRunner:
-    """Run acts, each part's output the next one's input, and the last one's the loss.
+    """Run acts: each part's output is the next part's input, and the last one's is the loss.
 
     Attributes:
         losses: of the micro-batches.
@@ -137,7 +137,7 @@ class ActRunner:
         """End the step's passes."""
 
     def seed(self, stage: int, micro_batch: int) -> tuple[Tensor, Tensor | None]:
-        """The output that a backward pass begins at, and its gradient."""
+        """Return the output that a backward pass begins at, and its gradient."""
         return self._outputs.pop((stage, micro_batch)), None if stage == self._last else self._inputs.pop(
             (stage + 1, micro_batch)
         ).grad
@@ -151,7 +151,7 @@ SGD = partial(npuzero.ZeroOptimizer, torch.optim.SGD)
 
 
 class PartsOutcome(NamedTuple):
-    """What a rank has in the end."""
+    """A rank's final result."""
 
     state: State
     losses: Tensor
@@ -196,7 +196,7 @@ def train_parts(
 
 @cache
 def train_parts_plain(make: Make, micro_batches: int, lr: float = 0.1, steps: int = 3) -> tuple[State, Tensor]:
-    """What plain torch makes of all ranks' data: the state, and each rank's losses."""
+    """Run plain torch on all ranks' data: return the state, and each rank's losses."""
     model = build_seeded_model(make=make)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
@@ -230,7 +230,7 @@ CASES = [
     pytest.param(build_tied_chain, INTERLEAVED, 3, id="two parts that share a parameter"),
     pytest.param(build_frozen_chain, INTERLEAVED, 3, id="two parts, frozen in part"),
 ]
-#: The first three sum gradients of micro-batches on each rank first, the others over the ranks first: in each of the
+#: The first three sum gradients over micro-batches on each rank first, the rest over the ranks first: within each of
 #: two orders all plans agree in all bits.
 PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3 within the step")
 ALIKE = (PLANS[:3], PLANS[3:])
@@ -263,7 +263,7 @@ def test_what_is_sent_and_held_is_foretold(make: Make, acts: list[Act], micro_ba
 
 @pytest.mark.parametrize(("make", "acts"), [(build_one_stage_chain, one_f_one_b(4)), (StageChain, INTERLEAVED)])
 def test_a_copy_that_is_held_after_forward_is_foretold(make: Make, acts: list[Act]) -> None:
-    """A backward pass lets go of what a later forward holds: that one's backward gathers anew, or the next forward."""
+    """A backward pass reshards a unit that a later forward holds: its backward gathers again, or the next forward."""
     for between in (None, Placement(("local",)), Placement()):
         assert_parts_predicted(make, acts, replace(Plan.preset("hpz", local_size=2), between=between), 4)
 
@@ -296,7 +296,7 @@ def test_checkpointing_within_a_stage() -> None:
 
 
 class SplitBackwardRunner(ActRunner):
-    """Each backward pass in two: the gradients of the inputs at once, those of the weights an act later."""
+    """Split each backward pass: the gradients of the inputs at once, those of the weights an act later."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -341,7 +341,7 @@ def test_gradients_that_were_taken_are_those_of_backward(make: Make, plan: str) 
 
 
 def launched_in_acts(make: Make, runner: type[ActRunner], steps: int = 2) -> list[tuple[int, str]]:
-    """Acts of the last step, by number, and units whose R3 was launched within; behind all acts at the boundary."""
+    """Return the last step's acts by number, and the units with R3 launched inside; at the boundary: after all."""
     with observe.recording(Events()) as sink:
         train_parts(make, INTERLEAVED, parts_plan("zero1"), runner=runner, steps=steps)
     events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
@@ -356,11 +356,11 @@ def launched_in_acts(make: Make, runner: type[ActRunner], steps: int = 2) -> lis
 
 
 class PassError(RuntimeError):
-    """What a pass raises."""
+    """The error of a pass."""
 
 
 class FailingRunner(ActRunner):
-    """In the second step try first, and fail: in a forward or a backward pass of the second part."""
+    """In the second step fail once before the real pass: in a forward or a backward of the second part."""
 
     def __init__(self, model: nn.Module, rank: int, step: int) -> None:
         super().__init__(model, rank, step)

@@ -16,7 +16,7 @@ from world.toy import ToyBlock, ToyGPT, TrainingRecipe, build_seeded_model, toy_
 from world.train import Make, Session, State, assert_same_bits, relative_difference, run_cut, train_by_recipe
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-# Steps of one size, as Adam's own eps makes them: a rounding that falls the other way is not carried on.
+# Steps of equal size, by Adam's own eps: a rounding in the opposite direction does not propagate.
 ONE = TrainingRecipe(steps=4, eps=1e-8)
 TWO = TrainingRecipe(steps=3, micro_batches=2, eps=1e-8)
 ULP = 2.0**-8  # of bfloat16, relative to the power of two below
@@ -45,7 +45,7 @@ class MixedGPT(ToyGPT):
         super().__init__(block=MixedBlock)
 
 
-#: Contenders: all parameters converted by zero()'s argument; a model of two dtypes as it is; wires of their own dtype.
+#: Cases: all parameters converted by zero()'s argument; a model of two dtypes unchanged; wires with a separate dtype.
 MODELS: dict[str, tuple[Make, Precision]] = {
     "bf16": (ToyGPT, Precision(torch.bfloat16)),
     "mixed": (MixedGPT, Precision()),
@@ -97,7 +97,7 @@ def train_accumulated(session: Session, recipe: TrainingRecipe) -> State:
 
 @dataclass(frozen=True)
 class WireRounding:
-    """When gradients are rounded to the wire: for each micro-batch or once a step; at one level or at two; the sum."""
+    """Rounding of gradients to the wire dtype: per micro-batch or per step; at one level or at two; the sum."""
 
     each_micro_batch: bool
     two_levels: bool
@@ -114,8 +114,8 @@ ROUNDING = {
 
 @cache
 def mixed_precision_by_hand(model: str, recipe: TrainingRecipe, rounding: WireRounding) -> State:
-    """Mixed precision on 4 ranks written out: what autograd gives is scaled by 1/4, rounded to the wire's dtype
-    where it travels, and summed in float32; torch's AdamW updates masters; parameters are rounded masters.
+    """Compute mixed precision on 4 ranks by hand: autograd's gradient is scaled by 1/4, rounded to the wire's dtype
+    if it is sent, and summed in float32; torch's AdamW updates masters; parameters are rounded masters.
     """
     make, precision = (MODELS | SENT_SUMS)[model]
     net = build_seeded_model(make=make)
@@ -150,7 +150,7 @@ def _scaled_gradients(net: nn.Module, recipe: TrainingRecipe, step: int, micro_b
 def _sum_wire_gradients(
     given: list[list[Tensor]], groups: tuple[tuple[int, ...], ...], rounding: WireRounding, wire: torch.dtype
 ) -> Tensor:
-    """``given[micro-batch][rank]`` as the ranks add it up."""
+    """Sum ``given[micro-batch][rank]`` as the ranks do."""
     if not rounding.each_micro_batch:
         given = [[sum(gradients[1:], gradients[0]) for gradients in zip(*given, strict=True)]]
     within = []
@@ -171,7 +171,7 @@ every_model = pytest.mark.parametrize(
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
 @every_model
 def test_training_equals_mixed_precision_by_hand(model: str, recipe: TrainingRecipe, plan: str) -> None:
-    """Where a master lies close to the middle of two bfloat16 numbers its rounding may fall either way, and what is
+    """A master close to the middle of two bfloat16 numbers may round either way, and values
     computed from it moves by as much: nearly all elements are equal, and none is far.
     """
     assert_nearly_equal(
@@ -182,14 +182,14 @@ def test_training_equals_mixed_precision_by_hand(model: str, recipe: TrainingRec
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "hsdp"])
 @every_model
 def test_without_sync_gradients_are_rounded_once_a_step(model: str, plan: str) -> None:
-    """Micro-batches add up in float32 on each rank, whatever travels."""
+    """Micro-batches accumulate in float32 on each rank, in any wire dtype."""
     rounding = replace(ROUNDING[plan], each_micro_batch=False)
     assert_nearly_equal(
         train_mixed_precision(model, plan, TWO, no_sync=True), mixed_precision_by_hand(model, TWO, rounding)
     )
 
 
-#: Where several ranks keep the same states, finished sums travel; elsewhere they stay where they are made.
+#: Where several ranks keep the same states, finished sums are sent; elsewhere they stay in place.
 SENDS_SUMS = ("zero0", "zero1.5", "hsdp", "mics")
 every_sent_sum = pytest.mark.parametrize(
     "model",
@@ -201,7 +201,7 @@ every_sent_sum = pytest.mark.parametrize(
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
 @every_sent_sum
 def test_sums_that_travel_as_wires_are_rounded_once_more(model: str, recipe: TrainingRecipe, plan: str) -> None:
-    """And are alike on all ranks, to the bit, as :func:`train_mixed_precision` sees to."""
+    """And equal on all ranks, bit for bit, as :func:`train_mixed_precision` checks."""
     found = train_mixed_precision(model, plan, recipe)
     assert_nearly_equal(found, mixed_precision_by_hand(model, recipe, replace(ROUNDING[plan], of_sum=True)), share=0.9)
     with pytest.raises(AssertionError, match="some bits"):

@@ -1,4 +1,4 @@
-"""Every preset equals torch's DDP with torch's AdamW, on real processes: one job per number of ranks does it all."""
+"""Every preset equals torch's DDP with torch's AdamW, on real processes: one job per number of ranks checks all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Digests = dict[tuple[TrainingRecipe, str], str]
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Digests]:
-    """The outcomes' bits over shared memory, by number of ranks; asserts parity on the way."""
+    """Return the outcomes' bits over shared memory, by number of ranks; check parity."""
 
     @cache
     def run(size: int) -> Digests:
@@ -57,13 +57,13 @@ def test_gloo_gives_the_bits_of_shared_memory(digests: Callable[[int], Digests],
 
 @pytest.mark.slow
 def test_gloo_without_a_flat_group_equals_ddp(tmp_path: Path) -> None:
-    """hpz's order of ranks is none that torch's groups can have: two levels, another order of the sum."""
+    """torch's groups cannot have hpz's order of ranks: two levels, another order of the sum."""
     rank_results(run_comm_ranks(4, check_equals_ddp, {ONE: ["hpz"]}, 2, folder=tmp_path, backend="gloo", limit_s=90.0))
 
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_thin_wires_have_the_bits_of_threads(backend: str, tmp_path: Path) -> None:
-    """Codes, and sums of what they stand for, over real processes; over gloo (local, node) goes in two levels."""
+    """Codes, and sums of the decoded values, over real processes; over gloo (local, node) has two levels."""
     expected = comm.run_threads(4, lambda world: digests_of_thin(world, npuzero.THINNED, 2))
     found = rank_results(
         run_comm_ranks(4, digests_of_thin, npuzero.THINNED, 2, folder=tmp_path, backend=backend, limit_s=90.0)

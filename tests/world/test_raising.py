@@ -1,4 +1,4 @@
-"""A forward that raises: the program may catch it and go on, and no unit stays gathered for it."""
+"""A forward that raises: the program may catch it and continue, and no unit stays gathered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANS = ("zero0", "zero2", "zero3", "zero3-keep", "hpz", "hsdp")
 
 
 class ForwardError(RuntimeError):
-    """What the forward raises."""
+    """The error of the forward."""
 
 
 def raise_forward_error(module: nn.Module, inputs: object, output: object) -> None:

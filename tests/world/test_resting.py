@@ -1,4 +1,4 @@
-"""Parameters that rest on the host or in files: programs do with them what they do with those on the device."""
+"""Parameters on the host or in files: programs use them as they use parameters on the device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def evaluates_between_steps(session: Session) -> State:
 
 
 def freezes(session: Session) -> State:
-    """A part of what trains at first: its chunks are updated in part."""
+    """Some trainable parameters are frozen later: chunks are updated in part."""
 
     def freeze(step: int) -> None:
         for name, parameter in session.model.named_parameters():
@@ -71,7 +71,7 @@ def freezes(session: Session) -> State:
 
 
 def averages(session: Session) -> State:
-    """An average of weights, kept beside, and copied back."""
+    """Keep an average of weights, and copy it back."""
     kept: State = {}
 
     def average(step: int) -> None:
@@ -110,7 +110,7 @@ def test_programs_do_as_with_parameters_on_the_device(program: str, memory: Memo
 
 @pytest.mark.parametrize("block", range(3))
 def test_what_was_read_ahead_and_written_since_is_read_again(block: int) -> None:
-    """A forward that stops early has read a unit ahead, which is then loaded anew, and the first that computes."""
+    """A forward that stops early has prefetched a unit, which is then loaded again, and the first that computes."""
 
     def rank(world: World, plan: Plan) -> list[Tensor]:
         model = npuzero.zero(build_seeded_model(), world=world, plan=plan, settings=SETTINGS)

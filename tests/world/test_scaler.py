@@ -1,4 +1,4 @@
-"""Loss scaling: every decision is that of torch's scaler, and a skipped step leaves no trace."""
+"""Loss scaling: every decision equals torch's scaler's, and a skipped step leaves no trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 10
 
 
 def poisoned_loss(session: Session, step: int, micro_batch: int = 0) -> Tensor:
-    """The loss, of which some ranks' part is infinite."""
+    """Return the loss; some ranks' part is infinite."""
 
     def of(rank: int) -> Tensor:
         bad = any(rank == other % session.world for other in OVERFLOWS.get(step, ()))
@@ -42,7 +42,7 @@ def poisoned_loss(session: Session, step: int, micro_batch: int = 0) -> Tensor:
 def make_scaler_scenario(
     optimizer: Callable[[Session], torch.optim.Optimizer], clip: float | None = None, micro_batches: int = 1
 ) -> Callable[[Session], State]:
-    """A loop whose scaler overflows as the table says; what the scaler was after each step."""
+    """Train with the overflows of the table; return the scaler's state after each step."""
 
     def scenario(session: Session) -> State:
         updates = optimizer(session)
@@ -110,7 +110,7 @@ def test_decisions_are_torchs_on_fewer_ranks(plan: str, size: int) -> None:
 )
 @every_plan
 def test_a_skipped_step_leaves_no_trace(plan: str, precision: str) -> None:
-    """With a scaler and overflows: bit for bit what the other steps alone give, bias correction and all."""
+    """With a scaler and overflows: bit for bit the result of the remaining steps alone, bias correction included."""
 
     def scaled(session: Session) -> None:
         optimizer, scaler = build_scaler_adamw(session), session.scaler(init_scale=2.0**12, growth_interval=3)
@@ -159,7 +159,7 @@ def test_float16_overflows_by_itself_and_learns() -> None:
 
 
 def test_parameters_that_come_and_go_have_steps_of_their_own() -> None:
-    """A block that some steps leave out, some of them skipped; its bias correction counts what it really took."""
+    """Some steps leave a block out, and some of these are skipped; its bias correction counts the steps it took."""
 
     class Sometimes(ToyGPT):
         def run_blocks(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_parameters_that_come_and_go_have_steps_of_their_own() -> None:
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
 def test_two_optimizers_under_one_scaler(plan: str, clip: float | None, kind: type[torch.optim.Optimizer]) -> None:
-    """Each unscales its own half of the model, and leaves a step out where that overflows; the scale goes by both."""
+    """Each unscales its half of the model, and skips its step if that overflows; the scale depends on both."""
 
     def scenario(session: Session) -> State:
         parameters = dict(session.model.named_parameters())
@@ -196,14 +196,14 @@ def test_two_optimizers_under_one_scaler(plan: str, clip: float | None, kind: ty
         scaler = session.scaler(init_scale=2.0**12, growth_interval=3)
         scales = []
         step = 0
-        # An overflow of a gradient that no other gradient goes through: that of one optimizer alone.
+        # An overflow of a gradient that no other gradient depends on: one optimizer's alone.
         parameters["scale"].register_hook(lambda gradient: gradient * math.inf if step == 2 else gradient)
         for step in range(6):
             scaler.scale(session.loss(step)).backward()
             if clip is not None:
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
-                if step != 2:  # the norm is infinite there, under torch's scaler, too
+                if step != 2:  # the norm is infinite there, under torch's scaler as well
                     session.clip(clip)
             for optimizer in optimizers:
                 scaler.step(optimizer)
@@ -295,7 +295,7 @@ class ByCredit:
 
 
 class ByIteration:
-    """DeepSpeed's scale: growth is asked of the iterations that lie strictly between now and the last overflow."""
+    """DeepSpeed's scale: growth depends on the iterations strictly between now and the last overflow."""
 
     def __init__(self, scale: float, interval: int, hysteresis: int, floor: float, consecutive: bool) -> None:
         self.scale, self.now, self.overflowed, self.left = scale, 0, -1, hysteresis
@@ -325,7 +325,7 @@ RUN = {
 
 
 def assert_scales_as(scaler: LossScaler, overflows: list[bool], expected: ByCredit | ByIteration) -> None:
-    """Of both after each step; in the middle of the run another scaler takes the state over."""
+    """Return both states after each step; in the middle of the run a new scaler loads the state."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     for step, overflow in enumerate(overflows):
@@ -354,7 +354,7 @@ def test_hysteresis_between_floor_and_ceiling(
 
 @settings(max_examples=60, deadline=None)
 @given(**RUN, consecutive=st.booleans())
-@example(overflows=[True, False, True], hysteresis=2, interval=6, floor=1.0, consecutive=True)  # rare among the others
+@example(overflows=[True, False, True], hysteresis=2, interval=6, floor=1.0, consecutive=True)  # a rare case
 def test_deepspeeds_scale_in_both_its_forms(
     overflows: list[bool], hysteresis: int, interval: int, floor: float, consecutive: bool
 ) -> None:
@@ -365,7 +365,7 @@ def test_deepspeeds_scale_in_both_its_forms(
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_static_scale_skips_and_stays(stage: int) -> None:
-    """As DeepSpeed's ``loss_scale`` that is not 0: what overflows on one rank is skipped on all, and nothing moves."""
+    """As with a nonzero ``loss_scale`` of DeepSpeed: an overflow on one rank skips the step on all ranks."""
 
     def scenario(session: Session) -> State:
         optimizer = build_scaler_adamw(session)
@@ -388,7 +388,7 @@ def test_a_static_scale_skips_and_stays(stage: int) -> None:
     steps=st.lists(st.tuples(st.integers(0, 63), st.sampled_from([None, 0.0, 1.0])), max_size=20),
 )
 def test_steps_counted_on_the_device(first: list[int], steps: list[tuple[int, float | None]]) -> None:
-    """Of slots that begin with counts of their own; each step is taken by some, and may be skipped."""
+    """Slots begin with different counts; each step is taken by some, and may be skipped."""
     taken, expected = TakenSteps(), list(first)
     for i, step in enumerate(first):
         taken.begin(i, step, torch.device("cpu"))

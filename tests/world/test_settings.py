@@ -1,4 +1,4 @@
-"""No setting moves a bit, whatever shares a flat, a scale, an exponent or a random stream."""
+"""No setting changes a bit, for any grouping into flats, scales, exponents or random streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = [
     {"overlap": "gradients", "chunk_bytes": 100},
     {"prefetch": 0, "chunk_bytes": 5000, "bucket_bytes": 700},
 ]
-#: Of what rests off the device.
+#: Settings for states off the device.
 FAR_SETTINGS = [
     {"update_on": "host", "bucket_bytes": 300},
     {"update_on": "host", "chunk_bytes": 1000, "overlap": False},
@@ -44,7 +44,7 @@ FAR_ROWS = [
 
 
 class SkippingGPT(ToyGPT):
-    """Leaves its last block out of some forwards."""
+    """Leave its last block out of some forwards."""
 
     skips = False
 

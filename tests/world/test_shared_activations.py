@@ -1,4 +1,4 @@
-"""Activations that ranks hold alike, of which each keeps its part: in memory, on the host, or in files."""
+"""Activations that are equal on several ranks: each keeps a part, in memory, on the host, or in files."""
 
 from __future__ import annotations
 

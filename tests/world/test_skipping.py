@@ -1,4 +1,4 @@
-"""Steps that are left out without a loss scale, and steps that a parameter took no part in."""
+"""Steps skipped without a loss scale, and steps without a gradient for some parameter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def train_skipping_steps(session: Session, kind: str, steps: list[int], clip: float | None, looks: bool) -> None:
-    """Training that looks for inf and NaN, or leaves the bad steps out by itself."""
+    """Train with a check for inf and NaN, or with automatic skips of the bad steps."""
     chosen, options = OPTIMIZERS[kind]
     optimizer = session.optimizer(chosen, **options)
     for step in steps:
@@ -128,7 +128,7 @@ def build_branches(world: World, stage: int, **settings: Any) -> tuple[nn.Module
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ways", [("left", "left"), ("both", "left")], ids=["nowhere", "on one rank"])
 def test_an_unused_parameter_stops_every_rank(stage: int, ways: tuple[str, str]) -> None:
-    """By name and without a trace; afterwards training goes on. What was frozen is not missed."""
+    """By name and without a trace; then training continues. Frozen parameters need no gradient."""
 
     def rank(world: World) -> None:
         model, optimizer, backward = build_branches(world, stage)

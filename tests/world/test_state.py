@@ -1,4 +1,4 @@
-"""Whole tensors in and out of a cut model, and the end of its life."""
+"""Full tensors in and out of a sharded model, and the end of its life."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bits_of_plain(model: nn.Module) -> State:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp", "delayed", "offload3"])
 def test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters(plan: str) -> None:
-    """In bf16, where the masters of what stays have bits that no parameter shows."""
+    """In bf16, where masters have bits that no parameter shows."""
 
     def rank(world: World, part: bool) -> State:
         model = npuzero.zero(build_seeded_model(), plan=plan, precision="bf16", world=world)
@@ -115,7 +115,7 @@ def test_full_state_dict_is_that_of_the_plain_model(make: type[nn.Module], plan:
 
 @every_plan
 def test_all_ranks_start_from_rank_0(plan: str) -> None:
-    """Parameters and buffers, saved or not, whatever each rank's seed was."""
+    """Parameters and buffers, saved or not, for any seed on each rank."""
 
     def start(world: World) -> State:
         model = npuzero.zero(
@@ -278,7 +278,7 @@ def test_a_deleted_model_is_freed(plan: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            toy_loss(model, toy_tokens(2, 0, world.rank))  # waits for what the last step set off
+            toy_loss(model, toy_tokens(2, 0, world.rank))  # waits for the pending work of the last step
         died = {"model": weakref.ref(model), "engine": weakref.ref(engine_of(model))}
         died |= {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         died |= {f"flat {i}": weakref.ref(flat.whole) for i, flat in enumerate(engine_of(model).flats())}

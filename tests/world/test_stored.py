@@ -1,4 +1,4 @@
-"""Masters and moments in fewer bits: what they are equal to, what they depend on, and how near to float32 they stay."""
+"""Masters and moments in fewer bits: their exact values, their dependences, and their distance to float32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEW = {
 
 
 def flat_masters(session: CutSession) -> State:
-    """Whole float32 masters by flat."""
+    """Return full float32 masters by flat."""
     engine = npuzero.api.model.engine_of(session.model)
     return {
         f"masters of {flat.name}": engine.values.gather_states(
@@ -44,7 +44,7 @@ def flat_masters(session: CutSession) -> State:
 
 @cache
 def train_stored(plan: str, precision: Precision, recipe: TrainingRecipe, size: int) -> State:
-    """Model, masters and optimizer state in the end."""
+    """Return the final model, masters and optimizer state."""
 
     def rank(world: World) -> State:
         session = CutSession(build_seeded_model(), world, plan=plan, local_size=-(-size // 2), precision=precision)

@@ -1,4 +1,4 @@
-"""Strict mode: a world of one refuses what several ranks refuse, in their words, and computes what it would without."""
+"""Strict mode: a world of one refuses the calls that several ranks refuse, in their words, with unchanged results."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def refusal_text(world: World, act: Act, plan: str, strict: bool) -> str | None:
         act(model)
     except npuzero.errors.StateError as error:
         return str(error)
-    except RuntimeError:  # torch's own: nothing that a plan refuses
+    except RuntimeError:  # torch's own, which no plan refuses
         return None
     return None
 
@@ -111,7 +111,7 @@ def test_one_strict_rank_refuses_what_two_refuse(act: Act, plan: str) -> None:
     on_one = comm.run_threads(1, lambda world: refusal_text(world, act, plan, True))[0]
     assert on_two is not None and on_one is not None
     assert on_one.startswith(on_two)
-    # What writes gradients, as torch's optimizers and clipping do, is refused without strict mode, too.
+    # Writes to gradients, as by torch's optimizers and clipping, are refused without strict mode as well.
     if act not in (clip_as_torch_does, step_as_torch_does):
         assert HINT in on_one.removeprefix(on_two)
         assert comm.run_threads(1, lambda world: refusal_text(world, act, plan, False)) == [None]
@@ -160,7 +160,7 @@ class ClampedLayer(nn.Module):
 
 
 def train_strict(world: World, plan: str, precision: str, strict: bool, folder: Path) -> dict[str, object]:
-    """Everything that a program may do on any number of ranks."""
+    """Every call that a program may make on any number of ranks."""
     torch.manual_seed(0)
     settings = npuzero.Settings(strict=strict)
     model = npuzero.zero(

@@ -1,4 +1,4 @@
-"""Worlds that are a part of the ranks: each trains a model of its own, as if there were no other ranks."""
+"""Worlds of a part of the ranks: each trains its model as if it were alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECIPE = TrainingRecipe(steps=4, micro_batches=2, clip=0.5)
 
 
 def axis_subworld(world: World, axis: str) -> tuple[World, int]:
-    """This rank's group along ``axis``, and which of the groups it is."""
+    """Return this rank's group along ``axis``, and the group's index."""
     mesh = Mesh(world, LOCAL_SIZE)
     (other,) = set(AXES) - {axis}
     return mesh.part((axis,)), mesh.index((other,))
@@ -72,7 +72,7 @@ def test_each_group_trains_its_own_model(plan: str, axis: str) -> None:
         node, local = divmod(rank, LOCAL_SIZE)
         group = local if axis == "node" else node
         assert_states_close(state, train_group_plain(group))
-        assert_same_bits(state, train_group_alone(group, plan))  # rank by rank, nothing tells it from a run of its own
+        assert_same_bits(state, train_group_alone(group, plan))  # rank by rank, equal to a separate run
 
 
 def digest_part(world: World, axis: str, plan: str) -> str:
@@ -126,7 +126,7 @@ def _build_subworld_session(world: World, seed: int) -> tuple[nn.Module, torch.o
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_group_has_checkpoints_of_its_own(asynchronous: bool, tmp_path: Path) -> None:
-    """Written and read by the ranks of a part, whichever of the run's they are."""
+    """Written and read by the ranks of a part, for any choice of the run's ranks."""
 
     def rank(world: World) -> tuple[State, State]:
         part, group = axis_subworld(world, "node")
@@ -170,13 +170,13 @@ def test_a_part_is_a_world_of_its_own() -> None:
         assert (part.device, part.local, part.timeout_s) == (world.device, (0, 1), world.timeout_s)
         assert repr(part) == f"Part(rank={part.rank}, size=2, device=cpu, ranks={pair})"
         assert world.part(range(4)) is world
-        # In another order the ranks count otherwise, and nothing is shared.
+        # In another order the ranks have other indices, and nothing is shared.
         turned = part.part((1, 0))
         assert turned is world.part(pair[::-1]) and turned is not part and turned.rank == 1 - part.rank
         assert turned.exchange(world.rank) == list(pair[::-1])
         alone = part.part((part.rank,))
         assert alone is world.part((world.rank,)) and alone.exchange([1, None]) == [[1, None]]
-        # Each has channels of its own, over the same ranks, too.
+        # Each has separate channels over the same ranks as well.
         groups = [within.communicator((0, 1), "gather") for within in (part, turned)]
         groups += [world.communicator(pair, "gather"), alone.communicator((0,), "gather")]
         assert len({group.place for group in groups}) == len(groups) == len(set(map(id, groups)))
@@ -190,7 +190,7 @@ def test_a_part_is_a_world_of_its_own() -> None:
 
 
 def test_others_need_not_come() -> None:
-    """Ranks 0 and 1 meet again and again; rank 2 is elsewhere all the while."""
+    """Ranks 0 and 1 meet again and again; rank 2 is elsewhere."""
 
     def rank(world: World) -> list[list[int]]:
         if world.rank == 2:
@@ -315,7 +315,7 @@ CULPRIT = 1
 
 
 def trains_or_dies(world: World) -> None:
-    """The culprit is killed in the middle of its part's training; a part without it trains to the end."""
+    """Kill the culprit in the middle of its part's training; a part without it trains to the end."""
     part, group = axis_subworld(world, "node")
     model = npuzero.zero(build_seeded_model(seed=group), stage=3, world=part)
     if world.rank == CULPRIT:
@@ -346,7 +346,7 @@ def test_a_part_does_not_survive_a_fork(tmp_path: Path) -> None:
 
 
 def refuses_in_a_child(world: World) -> str:
-    """What a forked child of the rank meets; its end ends nothing here."""
+    """Return the errors in a forked child of the rank; its end ends nothing here."""
     part = world.part((1, 0))
     group = part.communicator((0, 1), "gather")
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""Thin wires: parameters gathered in 8 bits, gradients reduced in few, held to an oracle in plain torch."""
+"""Thin wires: parameters all-gathered in 8 bits, gradients reduced in few, compared with an oracle in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESHES = ((2, 2), (2, 4), (3, 2), (4, 2))
 
 
 class ThinStep(NamedTuple):
-    """What a step of one rank showed."""
+    """The records of a rank's step."""
 
     weights: list[Tensor]  # as they rest
     computed: list[list[Tensor]]  # as each forward and each backward read them
@@ -28,7 +28,7 @@ class ThinStep(NamedTuple):
 
 
 def run_thin_steps(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: int = 1) -> list[list[ThinStep]]:
-    """By rank, what each step showed."""
+    """Return each step's records, by rank."""
 
     def rank(world: World) -> list[ThinStep]:
         own = replace(plan, local_size=mesh.local)
@@ -53,7 +53,7 @@ def run_thin_steps(plan: Plan, mesh: MeshShape, steps: int = 2, micro_batches: i
 
 
 def check_thin(plan: Plan, mesh: MeshShape, **options: int) -> None:
-    """What every rank computed with, and summed, are the oracle's bits."""
+    """Check that every rank's computed weights and sums have the oracle's bits."""
     oracle = ThinOracle(plan, mesh)
     ranks = run_thin_steps(plan, mesh, **options)
     micro_batches = options.get("micro_batches", 1)
@@ -200,7 +200,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(preset: str, value: float
         scaler.update()
         optimizer.zero_grad()
         after = npuzero.full_state_dict(model, rank0_only=False)
-        # The step behind it is taken: nothing of the overflow stays, neither in sums nor in what feedback keeps.
+        # The next step is taken: nothing of the overflow stays, neither in sums nor in the error feedback.
         scaler.scale(chain_loss(model, chain_batch(1, 0, world.rank))).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -1,4 +1,4 @@
-"""Thin wires at their edges: values that rounding could lose or spread, and what a lost block must not leave behind."""
+"""Thin wires at their edges: values that rounding could lose or spread, and traces of a lost block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_thin_chain(world: World, row: str, precision: Precision) -> nn.Module:
 
 
 class GivenGradient(nn.Module):
-    """One parameter, whose gradient is what is given."""
+    """One parameter with the given gradient."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GivenGradient(nn.Module):
 
 
 def odd_values(rank: int) -> Tensor:
-    """Blocks of 128 elements, of kinds that are each other's neighbours; the last one is cut off by the padding."""
+    """Blocks of 128 elements, of kinds that are next to each other; padding cuts the last one."""
     generator = torch.Generator().manual_seed(rank)
     one = torch.randn(128, generator=generator)
     zeros = torch.zeros(128)
@@ -51,7 +51,7 @@ def odd_values(rank: int) -> Tensor:
 
 
 def reduced_gradients(plan: Plan, mesh: MeshShape, values: list[Tensor]) -> list[Tensor]:
-    """By rank, the gradient of which each rank brings a part."""
+    """Return the gradient by rank; each rank has a part."""
 
     def rank(world: World) -> Tensor:
         own = replace(plan, local_size=mesh.local)
@@ -87,7 +87,7 @@ def test_values_of_all_magnitudes_have_the_oracles_bits(row: str, sizes: tuple[i
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("preset", THINNED)
 def test_what_is_not_finite_is_lost_in_its_block_alone(preset: str, sizes: tuple[int, int], payload: int) -> None:
-    """Infinities and NaNs, signalling ones among them, of one rank: also in the block that the padding cuts off."""
+    """Infinities and NaNs, signalling ones included, of one rank: also in the block that the padding cuts."""
     plan, mesh = Plan.preset(preset, precision=Precision(FP32)), MeshShape(*sizes)
     values = [odd_values(rank) for rank in range(mesh.world)]
     oracle = ThinOracle(plan, mesh)
@@ -133,7 +133,7 @@ def put_infinity(gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize("parameters", [FP32, torch.float16], ids=str)
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero1.5", "zero2", "zero3", "hsdp", "hpz"])
 def test_a_block_that_was_lost_is_forgotten(row: str, parameters: torch.dtype, micro_batches: int) -> None:
-    """The scale falls once, although what is behind the parameter was lost with it."""
+    """The scale decreases once, although the padding after the parameter was lost as well."""
 
     def rank(world: World) -> list[float]:
         model = build_thin_chain(world, row, Precision(parameters, wires="int4", feedback="all"))
@@ -160,7 +160,7 @@ def test_a_block_that_was_lost_is_forgotten(row: str, parameters: torch.dtype, m
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero3", "hpz"])
 def test_a_norm_has_nothing_of_gradients_that_no_rank_has(row: str) -> None:
-    """What rounding has lost of a parameter comes back in a step that does not use it: no norm is to count it."""
+    """A parameter's rounding error returns in a step that does not use it: norms must not count it."""
 
     class Sometimes(MatrixChain):
         short = False
@@ -195,7 +195,7 @@ def test_a_norm_has_nothing_of_gradients_that_no_rank_has(row: str) -> None:
 
 @pytest.mark.parametrize("way", ["checkpoint", "state dict"])
 def test_feedback_begins_with_zeros_after_a_load(way: str, tmp_path: Path) -> None:
-    """Steps behind a load are those that followed the save, whatever was trained in between."""
+    """Steps after a load equal those after the save, for any training in between."""
 
     def rank(world: World) -> tuple[list[float], list[float]]:
         model = build_thin_chain(world, "hpz", Precision(FP32, gathers="int8", wires="int4", feedback="all"))

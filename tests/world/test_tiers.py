@@ -1,4 +1,4 @@
-"""States on the host or in files, gradients on the host: no bit moves; what is held and moved was foretold."""
+"""States on the host or in files, gradients on the host: equal bits; held and moved bytes as predicted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOST, NVME = Memory.HOST, Memory.NVME
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files go that a plan asks for: round among two folders."""
+    """Return the folders for files of a plan: alternately two."""
     names = [tmp_path / "one", tmp_path / "two"]
     for name in names:
         name.mkdir()
@@ -58,7 +58,7 @@ def placed_plan(
     memory: Memory = HOST,
     parameters: Memory = Memory.DEVICE,
 ) -> Plan:
-    """The preset with its states off the device, and gradients and parameters, where that is asked for."""
+    """Return the preset with states off the device, and gradients and parameters if requested."""
     row = Plan.preset(plan, precision=precision, local_size=LOCAL_SIZE[size])
     return replace(
         row,
@@ -123,7 +123,7 @@ def test_micro_batches_add_up_at_home(
 def train_and_report(world: World, plan: Plan, recipe: TrainingRecipe, settings: Settings) -> Report:
     session = CutSession(build_seeded_model(), world, plan=plan, settings=settings)
     train_by_recipe(session, recipe)
-    session.state()  # a rank that leaves now would take its part of the last step's gather with it
+    session.state()  # a rank that leaves now would end the last step's pending gather for its peers
     return npuzero.report(session.model)
 
 

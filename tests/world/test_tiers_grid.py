@@ -1,4 +1,4 @@
-"""Wherever states and gradients rest, and however a model is trained: ten steps have the bits of the resident run.
+"""For states and gradients in any memory, and any way of training: ten steps have the bits of the resident run.
 
 The factors below have millions of combinations. Every pair of values is in some row of a covering array, and what rests
 where, in which precision, is in some row for every preset; real processes go through all rows of their number.
@@ -48,7 +48,7 @@ FACTORS: dict[str, Any] = {
     "update_on": ["auto", "device"],
     "early": [False, True],
 }
-#: What torch's optimizers ask of a model, and updates inside backward of a program.
+#: Requirements of torch's optimizers on a model, and of updates inside backward on a program.
 TORCHS = {
     "precision": lambda name: PRECISIONS[name].masters == PRECISIONS[name].moments == "fp32",
     "place": lambda place: place[1] is HOST,
@@ -61,7 +61,7 @@ EARLY = {"clip": None, "scaler": False, "unused": False}
 
 
 def is_possible_row(row: Row) -> bool:
-    """Whether npuzero takes such a combination."""
+    """Tell whether npuzero supports such a combination."""
     if row.get("gradients") is HOST and "place" in row and row["place"][0] not in SHARDED_ALIKE:
         return False
     if row.get("parameters", Memory.DEVICE) is not Memory.DEVICE and (
@@ -91,7 +91,7 @@ def test_every_pair_is_in_some_row() -> None:
 
 
 def plan_and_resident(row: Row) -> tuple[Plan, Plan]:
-    """The row's plan, and the same with everything on the device."""
+    """Return the row's plan, and the same with everything on the device."""
     name, memory = row["place"]
     resident = Plan.preset(name, precision=PRECISIONS[row["precision"]], local_size=LOCAL_SIZE[row["size"]])
     states = replace(resident.states, memory=memory, share=row["share"])
@@ -133,7 +133,7 @@ def grid_outcome(world: World, plan: Plan, row: Row, folders: tuple[str, ...]) -
 
 
 def find_differing_rows(world: World, rows: list[Row], folders: tuple[str, ...]) -> list[str]:
-    """The rows in which this rank's outcome is not the resident one."""
+    """Return the rows in which this rank's outcome differs from the resident one."""
     found = []
     for row in rows:
         far, resident = (grid_outcome(world, plan, row, folders) for plan in plan_and_resident(row))

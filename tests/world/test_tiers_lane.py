@@ -1,4 +1,4 @@
-"""What a program does right after a step, while what rests far is still updated beside it; and updates that fail."""
+"""Calls of a program right after a step, while states off the device are still updated; and updates that fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ids = ["gradients and states on the host", "states in files", "parameters in fil
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk takes a while, so that whoever does not wait for it comes too early."""
+    """Slow every chunk down, so that a call that does not wait for it comes early."""
     master = StagedChunk.master.fget
     assert master is not None
 
@@ -53,7 +53,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_after_step_scenario(
     what: Callable[[Session, torch.optim.Optimizer], State | None],
 ) -> Callable[[Session], State]:
-    """A loop that does ``what`` right after each step; all that it gives counts."""
+    """Run a loop that does ``what`` right after each step; all results count."""
 
     def scenario(session: Session) -> State:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -162,7 +162,7 @@ def test_a_parameter_is_read_when_it_is_updated() -> None:
 
 
 class LateWrite(AsyncHandle):
-    """A write that begins when somebody waits for it."""
+    """A write that begins when a thread waits for it."""
 
     def __init__(self, write: Callable[[], AsyncHandle]) -> None:
         self._write = write
@@ -272,7 +272,7 @@ def train_a_step(session: CutSession, step: int = 0) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next wait, and at every one after it: no step goes on from states of which some are a step behind."""
+    """Raise at the next wait, and at every later one: no step continues from states of two different steps."""
 
     tried = []
 

@@ -1,4 +1,4 @@
-"""Linears in tiles train as Linears do, and take the memory of a tile; what is saved of them fits any tiles."""
+"""Tiled Linears train as Linears do, in the memory of a tile; their checkpoints fit any tiles."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RerunBlock(nn.Module):
 
 
 def measure_gathered_peak(model: nn.Module, world: World, **settings: Any) -> int:
-    """Bytes of gathered parameters and communication buffers at most, in a step of zero3."""
+    """Return the peak bytes of gathered parameters and communication buffers in a step of zero3."""
     session = CutSession(model, world, stage=3, settings=Settings(**settings))
     train_by_recipe(session, TrainingRecipe(steps=3))
     session.state()
@@ -91,7 +91,7 @@ def _train_untiled() -> State:
 
 
 def build_wide_linear() -> nn.Module:
-    """A model of next to nothing but one Linear of 3840 rows."""
+    """A model with little more than one Linear of 3840 rows."""
     return nn.Sequential(nn.Linear(16, 3840, bias=False), nn.Linear(3840, 1, bias=False))
 
 
@@ -139,7 +139,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_report_equals_predict(plan: str, settings: Settings, micro_batches: int) -> None:
-    """Tiles run within blocks, whose other parameters stay gathered meanwhile."""
+    """Tiles run within blocks, and the blocks' other parameters stay gathered."""
     recipe = TrainingRecipe(steps=3, micro_batches=micro_batches, clip=0.5)
 
     def rank(world: World) -> npuzero.Report:
@@ -158,7 +158,7 @@ def test_report_equals_predict(plan: str, settings: Settings, micro_batches: int
 
 
 class TiledRun:
-    """A few steps of training, to be saved and to go on."""
+    """Train a few steps, to be saved and resumed."""
 
     def __init__(self, world: World, tiles: dict[str, int], seed: int = 0, plan: str = "zero3") -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""torch.distributed on "shm": every collective against gloo, and what is built on them, unchanged."""
+"""torch.distributed on "shm": every collective compared with gloo, and libraries on top of them, unchanged."""
 
 from __future__ import annotations
 

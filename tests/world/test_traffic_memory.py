@@ -1,4 +1,4 @@
-"""What a rank holds and sends is what the table's arithmetic says: `report` equals `predict`, on 8 threads as 2 × 4."""
+"""The bytes a rank holds and sends match the table's arithmetic: `report` equals `predict`, on 8 threads as 2 × 4."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
 
 
 def measure_reports(recipe: TrainingRecipe, **options: Any) -> list[Report]:
-    """What each rank measured over the last step."""
+    """Return each rank's measurements of the last step."""
 
     def rank(world: World) -> Report:
         session = CutSession(build_seeded_model(), world, local_size=LOCAL, **options)
@@ -57,7 +57,7 @@ def predict_report(recipe: TrainingRecipe, plan: str, **options: Any) -> Report:
 
 
 def assert_traffic_predicted(recipe: TrainingRecipe, plan: str, **options: Any) -> None:
-    """Every rank sent and held exactly what was foretold."""
+    """Check that every rank sent and held the predicted bytes."""
     expected = predict_report(recipe, plan, **options)
     for rank, report in enumerate(measure_reports(recipe, plan=plan, **options)):
         assert (report.bytes_sent, report.sent_along) == (expected.bytes_sent, expected.sent_along)
@@ -146,14 +146,14 @@ def test_report_equals_predict_whatever_the_settings(plan: str, settings: Settin
 
 
 def build_half_frozen() -> ToyGPT:
-    """Every block has parameters that do not train, as with adapters."""
+    """Every block has frozen parameters, as with adapters."""
     return ToyGPT(block=lambda dim, frozen_norm: ToyBlock(dim, frozen_norm=True))
 
 
 @pytest.mark.parametrize("plan", ["zero3", "hpz"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_unit_that_has_frozen_parameters_is_left_after_the_next_is_reached(plan: str, prefetch: int) -> None:
-    """So one unit more is whole at a time, and counted."""
+    """So one unit more is unsharded at a time, and counted."""
     settings = Settings(prefetch=prefetch)
 
     def rank(world: World) -> Report:
@@ -177,7 +177,7 @@ def test_predict_needs_no_data(plan: str) -> None:
 
 
 #: Elements a rank sends per step of a model of ψ parameters with 1 and with 2 micro-batches, in units of ψ; and what it
-#: keeps of parameters, gradients and states between steps, in shares of the whole. Eight ranks as 2 × 4.
+#: keeps of parameters, gradients and states between steps, in shares of the full size. Eight ranks as 2 × 4.
 TABLE = {
     "zero0": (1.750, 1.750, 1, 1, 1),
     "zero1": (1.750, 1.750, 1, 1, 8),
@@ -206,7 +206,7 @@ def test_the_designs_table(plan: str) -> None:
         assert report.bytes_held["states"] == 2 * elements * 4 // states
 
 
-#: What the README says of traffic, in bytes of the parameters (ψ), many ranks in few groups: fp32; bf16, where sums
+#: The README's figures of traffic, in bytes of the parameters (ψ), many ranks in few groups: fp32; bf16, where sums
 #: travel in float32; bf16, where they travel as wires do.
 README_TRAFFIC = {
     "zero0": (2, 3, 2),
@@ -224,7 +224,7 @@ BEYOND = {"zero1.5": (2, 3, 2), "hsdp": (2, 3, 2), "mics": (2, 3, 2)}
 
 @every_plan
 def test_the_readmes_traffic(plan: str) -> None:
-    """Within 1 % of the rounded column: 1000 ranks in groups of 500, which share what goes beyond."""
+    """Within 1 % of the rounded column: 1000 ranks in groups of 500, which share the excess."""
     mesh, elements = MeshShape(2, 500), 1000 * 256 * 100
     precisions = (Precision(torch.float32), Precision(torch.bfloat16), Precision(torch.bfloat16, sums="wire"))
     for precision, psi in zip(precisions, README_TRAFFIC[plan], strict=True):
@@ -237,7 +237,7 @@ def test_the_readmes_traffic(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", BEYOND)
 def test_the_readmes_traffic_beyond_a_group(plan: str) -> None:
-    """What 1000 groups of 2 send more than a group alone does, in shares of a group."""
+    """Return the excess of 1000 groups of 2 over a single group, in shares of a group."""
     elements = 2000 * 256 * 100
     precisions = (Precision(torch.float32), Precision(torch.bfloat16), Precision(torch.bfloat16, sums="wire"))
     for precision, psi in zip(precisions, BEYOND[plan], strict=True):
@@ -251,7 +251,7 @@ def test_the_readmes_traffic_beyond_a_group(plan: str) -> None:
 
 
 def test_under_no_sync_gradients_are_sent_once_and_kept_whole() -> None:
-    """Three backward passes, all but the last under no_sync: one reduction, and gradients whole until then."""
+    """Three backward passes, all but the last under no_sync: one reduction, and gradients unsharded until then."""
 
     def rank(world: World) -> tuple[Report, int]:
         session = CutSession(build_seeded_model(), world, local_size=LOCAL, plan="zero2")

@@ -1,4 +1,4 @@
-"""Several optimizers over one model: what a step sends is sent once, and the report has all of it."""
+"""Several optimizers over one model: a step sends each byte once, and the report counts all of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_step_sends_what_was_foretold(plan: str, step: Step) -> None:
         for turn in range(3):
             session.loss(turn).backward()
             step(optimizers)
-            if turn:  # R4 of what rests far goes with the next forward
+            if turn:  # R4 of parts off the device runs in the next forward
                 sent = npuzero.report(session.model).bytes_sent
                 assert {k: v for k, v in sent.items() if k != "control"} == {
                     k: v for k, v in foretold.items() if k != "control"

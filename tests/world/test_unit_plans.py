@@ -1,4 +1,4 @@
-"""Units of one model that follow plans of their own: each rests as its plan says, and training is that of torch."""
+"""Units of one model with separate plans: each is stored as its plan says, and trains as in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that train on, as in torch, and are told once, on rank 0."""
+"""Mistakes that torch allows: training continues, with one warning, on rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npuzero.plan import DATA
 from npuzero.shard.gradients import input_digests as inputs
 from world.toy import build_seeded_model
 
-#: What a rank is fed: by its mesh, and the step.
+#: The batch of a rank, by its mesh and the step.
 Feed = Callable[[Mesh, int], Tensor]
 
 
@@ -27,7 +27,7 @@ def net() -> nn.Module:
 
 
 def told(size: int, rank: Callable[[World], Any], about: str) -> list[str]:
-    """The warnings of all ranks that begin with ``about``."""
+    """Return the warnings of all ranks that begin with ``about``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         comm.run_threads(size, rank, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Programs that write into parameters themselves: the outcome is plain torch's, whatever plan and precision.
+"""Programs that write into parameters: the outcome is plain torch's, under any plan and precision.
 
 Or, where the ranks write different values, an error on every rank that names the unit and the parameter.
 """
@@ -155,7 +155,7 @@ def test_an_embedding_with_max_norm_over_batches_that_differ(plan: str) -> None:
 
 @contextmanager
 def _gathered_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """Whole parameters: of a cut model gathered, of plain torch as they are."""
+    """Return full parameters: gathered from a sharded model, plain torch's unchanged."""
     if any(engine_behind(parameter) is not None for parameter in model.parameters()):
         with npuzero.gathered(model, write=write):
             yield
@@ -196,7 +196,7 @@ def test_weights_clipped_past_torch(plan: str) -> None:
 @pytest.mark.parametrize(("precision", "write"), [*((name, False) for name in LOW), ("bf16", True)])
 @pytest.mark.parametrize("plan", ["zero0", "zero1", pytest.param("zero1.5", marks=pytest.mark.slow), "hsdp"])
 def test_what_is_written_outlasts_a_step_that_changes_nothing(plan: str, precision: str, write: bool) -> None:
-    """Weights copied back from an average, ``nn.init``: the masters of before do not come back."""
+    """Weights copied back from an average, ``nn.init``: the earlier masters do not return."""
 
     def rank(world: World) -> list[Tensor]:
         session = CutSession(build_seeded_model(), world, plan=plan, precision=precision, local_size=2)

@@ -62,7 +62,7 @@ def by_the_model(session: Session, made: list[torch.optim.Optimizer], step: int)
 
 
 def by_one_optimizer(session: Session, made: list[torch.optim.Optimizer], step: int) -> None:
-    """The other drops its own, or keeps them."""
+    """The second optimizer drops its gradients, or keeps them."""
     made[step % 2].zero_grad(set_to_none=False)
     if step % 3 == 1:
         made[1 - step % 2].zero_grad()
@@ -72,7 +72,7 @@ def by_one_optimizer(session: Session, made: list[torch.optim.Optimizer], step: 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
 @every_plan
 def test_zeros_update(plan: str, kind: type[torch.optim.Optimizer], zero: Callable[..., None]) -> None:
-    """In the next step nobody uses block 1, and one rank alone the shift; zeros before the step, and twice; a step by
+    """In the next step no rank uses block 1, and one rank alone the shift; zeros before the step, and twice; a step by
     zeros alone; more micro-batches.
     """
 

@@ -1,6 +1,6 @@
-"""What thin wires do to numbers, in plain torch and one process: the oracle that the engine is held to, bit for bit.
+"""The effect of thin wires on numbers, in plain torch and one process: the bit-exact oracle of the engine.
 
-It knows a model whose every unit is one matrix, so that a unit's flat is that matrix and zeros.
+Every unit of its model is one matrix, so that a unit's flat parameter is that matrix and zeros.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from npuzero.plan import MeshShape
 from .parity_ranks import state_digest
 from .toy import build_seeded_model
 
-WIDTHS = (37, 41, 29, 37)  # which divide nothing
+WIDTHS = (37, 41, 29, 37)  # divisible by no number of ranks
 
 
 def round_to_wire(values: Tensor, bits: int) -> Tensor:
-    """Values [n], whole blocks of them, as they come out of a thin wire; float32."""
+    """Return values [n], complete blocks of them, after a thin wire; float32."""
     block, largest = (256, 127) if bits == 8 else (128, 7)
     blocks = values.float().view(-1, block)
     top = blocks.abs().amax(1, keepdim=True)
@@ -37,7 +37,7 @@ def round_to_wire(values: Tensor, bits: int) -> Tensor:
 
 
 class RecordedProduct(torch.autograd.Function):
-    """x @ weight.T, which notes the weight that forward reads, and that backward does."""
+    """Compute x @ weight.T, and record the weights that forward and backward read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ class MatrixChain(nn.Module):
 
 
 def is_matrix(_: str, module: nn.Module) -> bool:
-    """The rule by which each matrix is a unit."""
+    """Choose each matrix as a unit."""
     return isinstance(module, MatrixLayer)
 
 
@@ -96,7 +96,7 @@ def chain_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass
 class ThinOracle:
-    """The gradients of one plan over a mesh, of weights that are given."""
+    """Compute the gradients of one plan over a mesh, for given weights."""
 
     plan: Plan
     mesh: MeshShape
@@ -115,19 +115,19 @@ class ThinOracle:
         return torch.cat([values.reshape(-1), values.new_zeros(numel - values.numel())])
 
     def computed_with(self, weight: Tensor) -> Tensor:
-        """What a rank computes with of a resting matrix."""
+        """Return the matrix that a rank computes with."""
         thin = self.plan.precision.gathers and self.mesh.size(self.plan.parameters.axes) > 1
         if not thin:
             return weight
         return round_to_wire(self.padded(weight), 8)[: weight.numel()].to(weight.dtype).view(weight.shape)
 
     def gradients(self, weights: Sequence[Tensor], step: int, micro_batches: int) -> list[Tensor]:
-        """The mean over ranks of each matrix's gradient in one step, float32."""
+        """Return the mean over ranks of each matrix's gradient in one step, float32."""
         computed = [self.computed_with(weight) for weight in weights]
         sums: list[list[Tensor]] = []
         for micro_batch in range(micro_batches):
             by_rank = [self._backward(computed, chain_batch(step, micro_batch, rank)) for rank in self.ranks]
-            last = micro_batches == 1 and step > 0  # in the first step nobody knows which pass is the last
+            last = micro_batches == 1 and step > 0  # the first step cannot know which pass is the last
             sums.append([self._scattered(i, [grads[i] for grads in by_rank], last) for i in range(len(weights))])
         found = []
         for i, weight in enumerate(weights):
@@ -138,7 +138,7 @@ class ThinOracle:
         return found
 
     def reduced(self, by_rank: list[Tensor]) -> Tensor:
-        """The mean over ranks of a matrix's gradients, of which each rank brings one, float32."""
+        """Return the mean over ranks of a matrix's gradients, one from each rank, float32."""
         shards = self._boundary(0, self._scattered(0, by_rank, False))
         return self._whole(shards)[: by_rank[0].numel()].view(by_rank[0].shape)
 
@@ -148,7 +148,7 @@ class ThinOracle:
             layer.weight = nn.Parameter(weight.clone())
         return list(torch.autograd.grad(chain_loss(model, x), list(model.parameters())))
 
-    # Whose gradients are whole here are packed in float32; those that are sent at once, in the communication dtype.
+    # Unsharded gradients are packed in float32; gradients sent at once, in the communication dtype.
     def _scattered(self, i: int, gradients: list[Tensor], alone: bool) -> list[Tensor]:
         wire = self.plan.precision.wire_of(gradients[0].dtype)
         sent = self.mesh.size(self.plan.gradients.axes) > 1 or alone
@@ -169,7 +169,7 @@ class ThinOracle:
         return parts
 
     def _levels(self, i: int, values: list[Tensor], axes: Sequence[str]) -> list[Tensor]:
-        """A reduce_scatter over axes, one after the other; by rank, its part."""
+        """Reduce-scatter over axes, one after another; return each rank's part."""
         alone = [axis for axis in axes if self.mesh.size((axis,)) > 1]
         thin = any(self.plan.precision.level_of(axis).bits for axis in alone)
         for group in [(axis,) for axis in alone] if thin else [tuple(alone)] * bool(alone):
@@ -200,7 +200,7 @@ class ThinOracle:
         return found
 
     def _group(self, axes: tuple[str, ...], rank: int) -> list[int]:
-        """The ranks that differ from one along these axes alone, ascending: the order of sums."""
+        """Return the ranks that differ from one along these axes alone, ascending: the order of sums."""
         place = self.mesh.place(rank)
         places = product(*(range(self.mesh.size((axis,))) for axis in axes))
         return sorted(self.mesh.rank({**place, **dict(zip(axes, each, strict=True))}) for each in places)
@@ -214,7 +214,7 @@ class ThinOracle:
 
 
 def preset_digests(world: World, presets: Sequence[str], local_size: int) -> dict[str, str]:
-    """Train a chain by each preset; a digest of its bits by preset."""
+    """Train a chain by each preset; return a digest of its bits by preset."""
     found = {}
     for preset in presets:
         model = npuzero.zero(

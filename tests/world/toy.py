@@ -1,4 +1,4 @@
-"""A small GPT with everything awkward in it, and its data."""
+"""A small GPT with every awkward feature, and its data."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ class ToyGPT(nn.Module):
 
 
 def build_seeded_model(seed: int = 0, make: Callable[[], nn.Module] = ToyGPT) -> nn.Module:
-    """The same weights whatever thread asks for them."""
+    """Build the same weights on any thread."""
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-#: Adam's ``eps`` unless a test says another. With torch's 1e-8 a gradient that nearly vanishes moves its parameter by a
-#: whole lr in a direction that rounding chose: what differs by 1e-6 on one processor differs by 1e-4 on another.
+#: Adam's ``eps`` by default. With torch's 1e-8 a gradient that nearly vanishes moves its parameter by a
+#: full lr in a direction set by rounding: a difference of 1e-6 on one processor becomes 1e-4 on another.
 EPS = 1e-3
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How a model is trained, by any contender."""
+    """Describe a training, for torch and npuzero."""
 
     steps: int = 10
     micro_batches: int = 1
@@ -81,19 +81,19 @@ class TrainingRecipe:
 
 
 def toy_tokens(step: int, micro_batch: int, rank: int) -> Tensor:
-    """[BATCH, SEQUENCE + 1] int64."""
+    """Return tokens, [BATCH, SEQUENCE + 1] int64."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
 def toy_loss(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
-    """Cross entropy in float32; ``options`` go to the model's forward."""
+    """Return cross entropy in float32; ``options`` go to the model's forward."""
     logits = model(tokens[:, :-1], **options)
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def toy_param_groups(model: nn.Module, recipe: TrainingRecipe) -> Iterable[object]:
-    """All parameters, or two groups: matrices decay, vectors learn faster and do not."""
+    """Return all parameters, or two groups: matrices decay, vectors learn faster and do not."""
     if not recipe.groups:
         return model.parameters()
     matrices = [p for p in model.parameters() if p.dim() >= 2]

@@ -1,7 +1,7 @@
-"""One scenario, two contenders: plain torch that sees the data of all ranks, and npuzero on each rank with its own.
+"""One scenario, two runs: plain torch with the data of all ranks, and npuzero on each rank with its own.
 
-A scenario is a function of a :class:`Session`: the training loop as its user writes it. ``check_equals_plain`` runs it
-by both and compares every tensor of the model, and whatever else the scenario returns.
+A scenario is a function of a :class:`Session`: a user's training loop. ``check_equals_plain`` runs it
+both ways and compares every tensor of the model, and the scenario's other results.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .toy import EPS, ToyGPT, TrainingRecipe, build_seeded_model, toy_loss, toy_
 State = dict[str, Tensor]
 Make = Callable[[], nn.Module]
 
-#: Largest difference, relative to each tensor's largest magnitude, that another order of a sum may make.
+#: Largest difference, relative to each tensor's largest magnitude, from another order of a sum.
 BOUND = 1e-5
 
 
 class Session(ABC):
-    """A model in training by one contender.
+    """Train a model in one of the two ways.
 
     Attributes:
-        model: the model, cut or plain.
-        ranks: whose data this contender sees.
-        world: how many ranks there are.
+        model: the model, sharded or plain.
+        ranks: the ranks that supply this session's data.
+        world: the number of ranks.
     """
 
     def __init__(self, model: nn.Module, ranks: Iterable[int], world: int) -> None:
@@ -43,7 +43,7 @@ class Session(ABC):
         self.world = world
 
     def mean(self, of: Callable[[int], Tensor]) -> Tensor:
-        """Mean of ``of(rank)`` over the ranks whose data this contender sees."""
+        """Return the mean of ``of(rank)`` over the ranks that supply this session's data."""
         return torch.stack([of(rank) for rank in self.ranks]).mean()
 
     def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
@@ -52,7 +52,7 @@ class Session(ABC):
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
     ) -> torch.optim.Optimizer:
-        """``kind`` over ``params``, all parameters by default; ``fused``: in npuzero's own form where there is one."""
+        """Return ``kind`` over ``params``, by default all parameters; ``fused``: npuzero's own form if there is one."""
         if kind in (torch.optim.Adam, torch.optim.AdamW):
             options.setdefault("eps", EPS)
         params = self.model.parameters() if params is None else params
@@ -60,15 +60,15 @@ class Session(ABC):
 
     @abstractmethod
     def contender(self, kind: type[torch.optim.Optimizer], fused: bool) -> Callable[..., torch.optim.Optimizer]:
-        """What makes this contender's form of ``kind`` from parameters and options."""
+        """Return this session's constructor of ``kind``, from parameters and options."""
 
     @abstractmethod
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients; their norm before."""
+        """Clip the gradients; return their norm before."""
 
     @abstractmethod
     def scaler(self, **options: Any) -> Any:
-        """A loss scaler."""
+        """Return a loss scaler."""
 
     @abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
@@ -78,7 +78,7 @@ class Session(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Whole tensors by name."""
+        """Return unsharded tensors by name."""
 
 
 class PlainSession(Session):
@@ -130,12 +130,12 @@ class CutSession(Session):
         return npuzero.full_state_dict(self.model, rank0_only=False)
 
 
-#: A training loop; what it returns is compared beside the model.
+#: A training loop; its result is compared in addition to the model.
 Scenario = Callable[[Session], "State | None"]
 
 
 def train_by_recipe(session: Session, recipe: TrainingRecipe) -> State:
-    """The loop of all parity tests: the model in the end, and the gradient norms on the way."""
+    """Run the loop of all parity tests; return the final model, and the gradient norms of the steps."""
     optimizer = session.optimizer(torch.optim.AdamW, toy_param_groups(session.model, recipe), lr=1e-2, eps=recipe.eps)
     norms = []
     for step in range(recipe.steps):
@@ -149,19 +149,19 @@ def train_by_recipe(session: Session, recipe: TrainingRecipe) -> State:
 
 
 def train_plain(model: nn.Module, world: int, recipe: TrainingRecipe) -> State:
-    """What a run on ``world`` ranks must give, by plain torch."""
+    """Return the expected result of a run on ``world`` ranks, by plain torch."""
     session = PlainSession(model, range(world), world)
     return train_by_recipe(session, recipe) | session.state()
 
 
 def train_sharded(world: World, recipe: TrainingRecipe, model: Any = None, **options: Any) -> tuple[State, Any]:
-    """Train under ``npuzero.zero(model, **options)`` on this rank; whole tensors, and the model."""
+    """Train under ``npuzero.zero(model, **options)`` on this rank; return unsharded tensors, and the model."""
     session = CutSession(build_seeded_model() if model is None else model, world, **options)
     return train_by_recipe(session, recipe) | session.state(), session.model
 
 
 def run_plain(scenario: Scenario, size: int, make: Make = ToyGPT) -> State:
-    """The scenario's outcome by plain torch."""
+    """Return the scenario's outcome by plain torch."""
     session = PlainSession(build_seeded_model(make=make), range(size), size)
     returned = scenario(session) or {}
     return returned | session.state()
@@ -171,7 +171,7 @@ _expected = cache(run_plain)
 
 
 def run_cut(scenario: Scenario, size: int, make: Make = ToyGPT, **options: Any) -> list[State]:
-    """The scenario's outcome by npuzero, on each rank."""
+    """Return the scenario's outcome by npuzero, on each rank."""
 
     def rank(world: World) -> State:
         session = CutSession(build_seeded_model(make=make), world, **options)
@@ -184,7 +184,7 @@ def run_cut(scenario: Scenario, size: int, make: Make = ToyGPT, **options: Any) 
 def check_equals_plain(
     scenario: Scenario, size: int, make: Make = ToyGPT, bound: float = BOUND, **options: Any
 ) -> State:
-    """npuzero's outcome is the same on all ranks, and plain torch's."""
+    """Check that npuzero's outcome is the same on all ranks, and equals plain torch's."""
     states = run_cut(scenario, size, make, **options)
     for state in states:
         assert_same_bits(state, states[0])
@@ -193,7 +193,7 @@ def check_equals_plain(
 
 
 def assert_states_close(found: State, expected: State, bound: float = BOUND) -> None:
-    """Every tensor differs by at most ``bound`` of its largest magnitude."""
+    """Check that every tensor differs by at most ``bound`` of its largest magnitude."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         difference = relative_difference(found[name], value)
@@ -201,7 +201,7 @@ def assert_states_close(found: State, expected: State, bound: float = BOUND) -> 
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest magnitude expected."""
+    """Return the largest difference, relative to the largest magnitude expected."""
     assert found.shape == expected.shape
     if not expected.numel():
         return 0.0
@@ -210,7 +210,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def worst_difference(found: State, expected: State) -> float:
-    """The largest relative difference of any tensor."""
+    """Return the largest relative difference of any tensor."""
     assert found.keys() == expected.keys()
     return max(relative_difference(found[name], value) for name, value in expected.items())
 

@@ -1,4 +1,4 @@
-"""That a step can be captured in a graph, seen on a CPU: the host reads nothing of it, and repeats itself."""
+"""Check on a CPU that a graph can capture a step: the host reads no value, and every step issues the same calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from npuzero import _C, _native
 
 _ATEN = torch.ops.aten
-#: On an accelerator they wait for it, or send what the host has just then: neither can be captured.
+#: On an accelerator they wait for it, or send a value the host has just then: neither can be captured.
 _BREAK_CAPTURE = (
     _ATEN._local_scalar_dense.default,
     _ATEN.is_nonzero.default,
@@ -41,7 +41,7 @@ class _OperationRecorder(TorchDispatchMode):
 
 @contextmanager
 def record_issued() -> Iterator[list[Any]]:
-    """What the block issues: every operation, with the numbers that the host gave it, which a graph would keep.
+    """Record the block's operations, with the numbers from the host, which a graph would keep.
 
     Raises:
         AssertionError: one of them cannot be captured.
@@ -69,7 +69,7 @@ def _record_launch(name: str, launch: Any, seen: list[Any]) -> Any:
 
 
 def _launch_numbers(name: str, value: Any) -> Any:
-    """An argument of a launch without addresses of gradients, which a captured backward puts where it likes."""
+    """Return a launch's argument without addresses of gradients, which a captured backward may place anywhere."""
     if isinstance(value, _C.View):
         return (value.count, value.dtype)
     if name == "flat_adam" and isinstance(value, list) and value and len(value[0]) == 12:
