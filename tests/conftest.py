@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-#: The index of this process among those that share the tests.
+#: The index of this process among the processes that share the tests.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
@@ -81,7 +81,7 @@ def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def permissive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow one rank to do what it can do alone, as npuzero does by default."""
+    """Allow calls that one rank can make alone, as npuzero does by default."""
     monkeypatch.setenv("NPUZERO_STRICT", "0")
 
 

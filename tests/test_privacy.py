@@ -25,7 +25,7 @@ ALLOWED = {
     ("tests/world/test_comm.py", "_named"),  # to act as ranks that may not open each other's memory
     ("tests/world/test_again.py", "_store"),  # a store that answers late
     ("tests/world/test_late.py", "_submit"),  # the place where operations are queued with the memory they will use
-    ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that joins the others and does not connect
+    ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that joins and does not connect
 }
 
 
@@ -35,7 +35,7 @@ def is_private(name: str) -> bool:
 
 @cache
 def private_names(path: Path) -> frozenset[str]:
-    """Return the private names that a file defines: functions, classes, variables, attributes of its own objects."""
+    """Return the private names that a file defines: functions, classes, variables, attributes of objects it makes."""
     found = set()
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

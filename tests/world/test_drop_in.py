@@ -305,7 +305,7 @@ def test_a_written_parameter_trains_on_as_under_zero(kept: str) -> None:
 
 
 def test_masters_keep_their_bits_where_values_stay() -> None:
-    """A write of what there is already, and a checkpoint whose optimizer is loaded before its model."""
+    """A write of equal values, and a checkpoint whose optimizer is loaded before its model."""
     p = nn.Parameter(torch.randn(33).bfloat16())
     optimizer = npuzero.AdamW([p], lr=1e-2)
     set_random_gradients([p], 0)

@@ -261,7 +261,7 @@ def test_neither_end_waits_for_the_other_within_a_pass() -> None:
 
 
 def test_both_ends_round_alike() -> None:
-    """By random bits, which depend on a parameter's name, not on its place among those of a stage."""
+    """Random bits depend on a parameter's name, not on its index in a stage."""
     precision = npuzero.Precision(torch.bfloat16, masters="none")
     plan, lines = npuzero.Plan.preset("zero2", precision=precision), StageQueues()
     join_stage_states(comm.run_threads(2, lambda world: train_ends_rank(world, lines, 2, plan, adam=True)), 2)

@@ -37,7 +37,7 @@ PRECISIONS = {
 
 
 class PlainLion(torch.optim.Optimizer):
-    """As published beside the paper (arXiv 2302.06675)."""
+    """As published with the paper (arXiv 2302.06675)."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
