@@ -46,7 +46,7 @@ SAYS = {
     "a tensor of 4 TiB in 64 bytes": "64 bytes for a part of sizes",
     "many tensors of one list of many parts": "more parts than lie anywhere",
     "marks as deep as they come": "more than 256 marks",
-    "many arguments": "a call of a Function",
+    "many arguments": "a call of a PickleFunction",
     "a key that hashes for ever": "a key that is a tuple",
     "ten bytes that ask for 4 GB of memo": "a memo out of order",
     "a text of 2^62": "bytes announced",

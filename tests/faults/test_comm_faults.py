@@ -16,6 +16,7 @@ import torch
 
 from npuzero import comm
 from npuzero.comm import World
+from npuzero.comm.backends import shared_memory
 from npuzero.errors import CollectiveError
 from world.comm_ranks import RankOutcome, run_comm_ranks
 
@@ -198,12 +199,12 @@ def test_close_ends_what_is_under_way() -> None:
 
 
 def _communicator_by_hand(region: Any) -> comm.Communicator:
-    native = comm.shared_memory.SharedMemoryCommunicator
+    native = shared_memory.SharedMemoryCommunicator
     return native(region, (0, 1), 0, "by hand", pids=(), timeout_s=1.0, make=lambda ranks, name: None)
 
 
 def test_half_built_is_destroyed_cleanly() -> None:
-    region = comm.shared_memory.native.Region.in_threads(2, 4096)
+    region = shared_memory.native.Region.in_threads(2, 4096)
     for _ in range(20):
         group = _communicator_by_hand(region)
         del group

@@ -21,13 +21,19 @@ CASES: dict[str, tuple[Function, Callable[[list[Tensor]], list[Tensor]], bool, b
     "copy": (functions.copy_to_ranks, lambda xs: xs, True, False),
     "total": (functions.all_reduce_sum, lambda xs: [sum_tensors(xs)] * len(xs), False, True),
     **{
-        f"{name}{dim}": (lambda x, c, n=name, d=dim: getattr(functions, n)(x, c, d), oracle, alike_in, alike_out)
+        f"{name}{dim}": (lambda x, c, f=function, d=dim: f(x, c, d), oracle, alike_in, alike_out)
         for dim in (0, 1, -2)
-        for name, oracle, alike_in, alike_out in (
-            ("gather", lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, False),
-            ("scatter", lambda xs, d=dim: list(sum_tensors(xs).chunk(len(xs), d)), False, False),
-            ("collect", lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, True),
-            ("split", lambda xs, d=dim: list(xs[0].chunk(len(xs), d)), True, False),
+        for name, function, oracle, alike_in, alike_out in (
+            ("gather", functions.all_gather_dim, lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, False),
+            (
+                "scatter",
+                functions.reduce_scatter_dim,
+                lambda xs, d=dim: list(sum_tensors(xs).chunk(len(xs), d)),
+                False,
+                False,
+            ),
+            ("collect", functions.gather_replicated, lambda xs, d=dim: [torch.cat(xs, d)] * len(xs), False, True),
+            ("split", functions.split_replicated, lambda xs, d=dim: list(xs[0].chunk(len(xs), d)), True, False),
         )
     },
     **{

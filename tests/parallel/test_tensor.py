@@ -15,8 +15,7 @@ import npuzero
 from models.zoo import gpt2, mixtral
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.parallel import tensor_bytes
-from npuzero.parallel.tensor_parallel import api as tensor
+from npuzero.parallel import tensor, tensor_bytes
 from npuzero.parallel.tensor_parallel.plan_words import REFUSED
 from npuzero.plan import DATA
 from parallel.tensor_models import (

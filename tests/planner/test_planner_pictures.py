@@ -113,7 +113,7 @@ def test_each_picture_has_its_command_in_the_makefile(tmp_path: Path) -> None:
     drawn = re.search(r"for picture in ([\w ]+); do \$\(PY\) -m benchmarks.planning.pictures", makefile)
     assert drawn and set(drawn[1].split()) == set(pictures.PICTURES)
     for results, out in (("$(RESULTS)", "$(RESULTS)"), ("benchmarks/results", "docs")):
-        assert f"planner_pictures step {results}/planned-cpu.json --out {out}/planner-step.png" in makefile
+        assert f"planning.pictures step {results}/planned-cpu.json --out {out}/planner-step.png" in makefile
     for name in ("step", *pictures.PICTURES):
         assert (ROOT / "docs" / f"planner-{name}.png").is_file()
     with pytest.raises(SystemExit):

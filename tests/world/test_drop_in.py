@@ -134,7 +134,7 @@ def test_weight_decay_is_decoupled_where_torch_decouples_it(where: str, ours: An
 
 
 @pytest.fixture
-def replace_torch_optimizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.optim.Optimizer]]:
+def in_torchs_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[torch.optim.Optimizer]]:
     """Assign ``torch.optim.AdamW = npuzero.AdamW``, as a program does that redirects a library's optimizers."""
     torchs = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", npuzero.AdamW)

@@ -168,7 +168,7 @@ def test_a_part_is_a_world_of_its_own() -> None:
         assert part is world.part(list(pair)) and part.part((0, 1)) is part
         assert (part.rank, part.size, part.ranks) == (world.rank // 2, 2, pair)
         assert (part.device, part.local, part.timeout_s) == (world.device, (0, 1), world.timeout_s)
-        assert repr(part) == f"Part(rank={part.rank}, size=2, device=cpu, ranks={pair})"
+        assert repr(part) == f"SubWorld(rank={part.rank}, size=2, device=cpu, ranks={pair})"
         assert world.part(range(4)) is world
         # In another order the ranks have other indices, and nothing is shared.
         turned = part.part((1, 0))
