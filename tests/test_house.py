@@ -23,6 +23,8 @@ FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 MOST_FILES = 12
 #: Part of the module-level functions and classes whose name no other file of the package has.
 OWN_NAMES = 0.95
+#: Odd wordings in 1,000 words of docstrings and comments of a package, or of a page.
+ODD_WORDINGS = 5.0
 #: Functions more complex than this have a comment that says why.
 COMPLEX = 10
 
@@ -125,3 +127,33 @@ def test_a_complex_function_says_why(folder: Path) -> None:
                 if not comments.intersection(lines):
                     silent.append(f"{name_of(path)}:{node.lineno} {node.name}")
     assert not silent, f"say why, in a comment: {silent}"
+
+
+def odd_wordings(text: str) -> tuple[float, list[str]]:
+    """How many there are in 1,000 words, and which."""
+    lines = (ROOT / "tests" / "odd_wordings.txt").read_text("utf-8").splitlines()
+    wordings = "|".join(line for line in lines if line and not line.startswith("#"))
+    found = re.findall(rf"\b(?:{wordings})\b", text, re.IGNORECASE)
+    return 1000 * len(found) / max(1, len(re.findall(r"[A-Za-z']+", text))), found
+
+
+def prose_of(path: Path) -> str:
+    """The docstrings and comments of a Python file; the text of a page without its blocks of code."""
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(parse_tree(path)) if isinstance(node, owners)]
+    lines = path.read_text("utf-8").splitlines()
+    return "\n".join([*docstrings, *(lines[number - 1].partition("#")[2] for number in comment_lines(path))])
+
+
+@pytest.mark.parametrize("part", sorted(path for path in PACKAGE.iterdir() if any(path.glob("*.py"))), ids=name_of)
+def test_code_is_written_in_plain_words(part: Path) -> None:
+    odd, found = odd_wordings("\n".join(map(prose_of, sorted(part.rglob("*.py")))))
+    assert odd <= ODD_WORDINGS, f"{odd:.1f} of 1,000 words, such as {found[:20]}"
+
+
+def test_readers_pages_are_written_in_plain_words() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    odd, found = odd_wordings("\n".join(map(prose_of, pages)))
+    assert odd <= ODD_WORDINGS, f"{odd:.1f} of 1,000 words, such as {found[:20]}"
