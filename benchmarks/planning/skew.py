@@ -258,7 +258,7 @@ def _check_disturbance(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink 
             do="Say which.",
         )
     if isinstance(disturbance, LateRank) and not disturbance.seconds >= 0:
-        raise ConfigError("Late.seconds", expected="0 or more", got=repr(disturbance.seconds), do="Say how late.")
+        raise ConfigError("LateRank.seconds", expected="0 or more", got=repr(disturbance.seconds), do="Say how late.")
 
 
 class _SkewReplay:

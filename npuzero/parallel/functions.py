@@ -106,7 +106,7 @@ def all_gather_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _apply_map_along(x, group, "gather: dim", dim, _all_gather_along, _reduce_scatter_along)
+    return _apply_map_along(x, group, "all_gather_dim: dim", dim, _all_gather_along, _reduce_scatter_along)
 
 
 def reduce_scatter_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -123,7 +123,9 @@ def reduce_scatter_dim(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _apply_map_along(x, group, "scatter: dim", dim, _reduce_scatter_along, _all_gather_along, divides=True)
+    return _apply_map_along(
+        x, group, "reduce_scatter_dim: dim", dim, _reduce_scatter_along, _all_gather_along, divides=True
+    )
 
 
 def gather_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -140,7 +142,7 @@ def gather_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _apply_map_along(x, group, "collect: dim", dim, _all_gather_along, _copy_rank_slice)
+    return _apply_map_along(x, group, "gather_replicated: dim", dim, _all_gather_along, _copy_rank_slice)
 
 
 def split_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -155,7 +157,7 @@ def split_replicated(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _apply_map_along(x, group, "split: dim", dim, _copy_rank_slice, _all_gather_along, divides=True)
+    return _apply_map_along(x, group, "split_replicated: dim", dim, _copy_rank_slice, _all_gather_along, divides=True)
 
 
 def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
@@ -173,8 +175,8 @@ def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: 
         ContractError: ``x`` lacks a dimension, both are the same, or the group does not divide ``split_dim``.
     """
     splits, gathers = (
-        _normalize_dimension(x, "swap: split_dim", split_dim),
-        _normalize_dimension(x, "swap: gather_dim", gather_dim),
+        _normalize_dimension(x, "all_to_all_dims: split_dim", split_dim),
+        _normalize_dimension(x, "all_to_all_dims: gather_dim", gather_dim),
     )
     if splits == gathers:
         raise ContractError(
@@ -183,7 +185,7 @@ def all_to_all_dims(x: Tensor, group: Communicator, split_dim: int, gather_dim: 
             got=f"{split_dim} and {gather_dim} of {tuple(x.shape)}",
             do="Split one dimension, and gather another.",
         )
-    _check_divides(x, group, "swap: split_dim", splits)
+    _check_divides(x, group, "all_to_all_dims: split_dim", splits)
     if group.size == 1:
         return x
     return _apply_linear_map(

@@ -26,15 +26,15 @@ MUTANTS: tuple[PackageMutant, ...] = (
     PackageMutant(
         "what all ranks use alike gets the sum of equal gradients",
         "parallel/functions.py",
-        '"collect: dim", dim, _all_gather_along, _copy_rank_slice)',
-        '"collect: dim", dim, _all_gather_along, _reduce_scatter_along)',
+        '"gather_replicated: dim", dim, _all_gather_along, _copy_rank_slice)',
+        '"gather_replicated: dim", dim, _all_gather_along, _reduce_scatter_along)',
         (f"{VALUES}[collect0-2]",),
     ),
     PackageMutant(
         "of what ranks use parts of only this rank's gradient comes back",
         "parallel/functions.py",
-        '"gather: dim", dim, _all_gather_along, _reduce_scatter_along)',
-        '"gather: dim", dim, _all_gather_along, _copy_rank_slice)',
+        '"all_gather_dim: dim", dim, _all_gather_along, _reduce_scatter_along)',
+        '"all_gather_dim: dim", dim, _all_gather_along, _copy_rank_slice)',
         (f"{VALUES}[gather0-2]",),
     ),
     PackageMutant(

@@ -45,7 +45,7 @@ def lookup_local_rows(ids: Tensor, weight: Tensor, group: Communicator, *, vocab
         IndexError: an id is outside the vocabulary; raised on every rank, as by ``F.embedding``.
     """
     rows = weight.shape[0]
-    vocabulary = _count_local_classes("lookup", vocabulary, rows, group)
+    vocabulary = _check_class_count("lookup_local_rows", vocabulary, rows, group)
     own = ids - group.rank * rows
     inside = (ids >= 0) & (ids < vocabulary)
     elsewhere = inside & ((own < 0) | (own >= rows))
@@ -103,7 +103,7 @@ def cross_entropy(
             of inf on other devices.
     """
     local = logits.shape[-1] if logits.dim() else 0
-    vocabulary = _count_local_classes("cross_entropy", vocabulary, local, group)
+    vocabulary = _check_class_count("cross_entropy", vocabulary, local, group)
     if logits.shape[:-1] != target.shape:
         _refuse_cross_entropy(
             "target", f"{tuple(logits.shape[:-1])}, as logits without classes", str(tuple(target.shape))
@@ -200,7 +200,7 @@ def _sum_in_rank_order(parts: Tensor) -> Tensor:
     return total
 
 
-def _count_local_classes(name: str, vocabulary: int | None, local: int, group: Communicator) -> int:
+def _check_class_count(name: str, vocabulary: int | None, local: int, group: Communicator) -> int:
     """Return the number of classes without padding, over all ranks, after checking it."""
     if vocabulary is None:
         return local * group.size

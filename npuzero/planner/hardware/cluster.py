@@ -69,9 +69,9 @@ class LinkSpec:
     peers: int = 0
 
     def __post_init__(self) -> None:
-        _check_rate("Link.bytes_per_s", self.bytes_per_s)
-        _check_number("Link.latency_s", self.latency_s)
-        _check_whole_number("Link.peers", self.peers, 0)
+        _check_rate("LinkSpec.bytes_per_s", self.bytes_per_s)
+        _check_number("LinkSpec.latency_s", self.latency_s)
+        _check_whole_number("LinkSpec.peers", self.peers, 0)
 
     def among(self, ranks: int) -> float:
         """Return the bytes per second that each rank of a group of ``ranks`` sends."""
@@ -98,9 +98,9 @@ class DevicePace:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _check_rate("Pace.sustained", self.sustained, most=1.0)
-        _check_number("Pace.ramp_tokens", self.ramp_tokens)
-        _check_rate("Pace.bytes_per_s", self.bytes_per_s)
+        _check_rate("DevicePace.sustained", self.sustained, most=1.0)
+        _check_number("DevicePace.ramp_tokens", self.ramp_tokens)
+        _check_rate("DevicePace.bytes_per_s", self.bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,17 @@ class DeviceSpec:
     paces: Mapping[str, DevicePace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_keys("Device.flops", self.flops, ("bf16", "fp16", "fp32"))
+        check_keys("DeviceSpec.flops", self.flops, ("bf16", "fp16", "fp32"))
         if not self.flops:
-            raise ConfigError("Device.flops", expected="a peak by dtype", got="none", do="Give bf16 or fp32 at least.")
+            raise ConfigError(
+                "DeviceSpec.flops", expected="a peak by dtype", got="none", do="Give bf16 or fp32 at least."
+            )
         for dtype, peak in self.flops.items():
-            _check_rate(f"Device.flops[{dtype!r}]", peak)
-        _check_rate("Device.sustained", self.sustained, most=1.0)
-        _check_whole_number("Device.memory_bytes", self.memory_bytes)
-        _check_rate("Device.memory_bytes_per_s", self.memory_bytes_per_s)
-        check_keys("Device.paces", self.paces, self.flops)
+            _check_rate(f"DeviceSpec.flops[{dtype!r}]", peak)
+        _check_rate("DeviceSpec.sustained", self.sustained, most=1.0)
+        _check_whole_number("DeviceSpec.memory_bytes", self.memory_bytes)
+        _check_rate("DeviceSpec.memory_bytes_per_s", self.memory_bytes_per_s)
+        check_keys("DeviceSpec.paces", self.paces, self.flops)
 
     def pace(self, dtype: str) -> DevicePace:
         """Return the rates of the device in ``dtype``: measured ones, else those derived from its peak."""
@@ -145,7 +147,7 @@ class DeviceSpec:
         Raises:
             ConfigError: the device's peak in this dtype is unknown.
         """
-        check_keys("Device.flops", (dtype,), self.flops)
+        check_keys("DeviceSpec.flops", (dtype,), self.flops)
         return self.flops[dtype] * self.pace(dtype).sustained
 
 
